@@ -1,0 +1,1 @@
+"""Regraft: serve any Hugging Face causal LM from its own unmodified code."""

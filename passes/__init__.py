@@ -1,0 +1,1 @@
+"""One kind of mixing per file."""

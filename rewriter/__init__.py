@@ -1,0 +1,1 @@
+"""Graph in, rewritten graph out."""

@@ -1,0 +1,74 @@
+"""The captured graph and the facts every other file reads off its nodes.
+
+Convention: `node.meta["val"]` is export's fake tensor (symbolic sizes), and these keys are filled in at capture and by
+every rewrite:
+
+    meta["shape"]   tuple of int | sympy expression in TOKENS (None for a node with several outputs)
+    meta["dtype"]   torch.dtype (None for a node that is no single tensor)
+    meta["path"]    module path in the wrapped model, "model.layers.3.self_attn"
+    meta["source"]  "modeling_llama.py:123: attn = softmax(...)", the line of the model's own code
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+TOKENS = sympy.Symbol("T", integer=True, positive=True)
+"""The number of tokens in the packed row: the one symbol that sizes of a captured graph are made of."""
+
+Size = int | sympy.Expr
+
+
+@dataclass
+class CapturedGraph:
+    """An exported, functional ATen graph of one forward pass over a packed row.
+
+    Placeholders are `input_ids` and `position_ids`, both int64 [1, T]; every weight is a `get_attr` node. The output
+    is one node: logits [1, T, vocab]. `weights` maps the attribute name to the tensor (the model's own storage).
+    """
+
+    module: fx.GraphModule
+    weights: Mapping[str, torch.Tensor]
+    weight_names: Mapping[str, str] = field(default_factory=dict)
+    min_tokens: int = 1
+    max_tokens: int | None = None
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @property
+    def logits(self) -> fx.Node:
+        """The node that holds logits [1, T, vocab]."""
+        (result,) = self.graph.output_node().args[0]
+        return result
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """Sizes of a single-tensor node, in TOKENS."""
+    shape = node.meta["shape"]
+    assert shape is not None, f"{node.format_node()} is not one tensor"
+    return shape
+
+
+def is_aten(node: object, *names: str) -> bool:
+    """True if `node` calls an ATen operator of one of these names, any overload: `is_aten(n, "view", "reshape")`."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and target._opname in names
+
+
+def describe(node: fx.Node) -> str:
+    """Where a node comes from, for reasons and errors: operation, module path, source line."""
+    parts = [str(node.target) if node.op == "call_function" else node.op]
+    if node.meta.get("path"):
+        parts.append(f"in {node.meta['path']}")
+    if node.meta.get("source"):
+        parts.append(f"at {node.meta['source']}")
+    return " ".join(parts)

@@ -1,0 +1,1 @@
+"""Runs a rewritten artifact by continuous batching."""
