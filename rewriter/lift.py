@@ -1,0 +1,146 @@
+"""From an exported program to one GraphModule whose weights are attributes and whose nodes carry their facts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from .errors import RewriteError
+from .graph import TOKENS, CapturedGraph
+from .sizes import Interval, simplify_size
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+_WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+def lift(
+    program: ExportedProgram, holder: nn.Module, prefix: str, symbol: sympy.Symbol, where: Interval
+) -> CapturedGraph:
+    """The exported graph with `get_attr` nodes for its weights, which are the tensors that `holder` itself holds.
+
+    `prefix` is the wrapper's part of every module path and weight name ("model."); `symbol` is export's symbol for
+    the number of tokens, and `where` the interval in which the graph is right.
+    """
+    held: dict[str, torch.Tensor] = {
+        **dict(holder.named_buffers(remove_duplicate=False)),
+        **dict(holder.named_parameters(remove_duplicate=False)),
+        **{name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)},
+    }
+    kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    graph, copied = fx.Graph(), {}
+    root = nn.Module()
+    weights: dict[str, torch.Tensor] = {}
+    names: dict[str, str] = {}
+    for node in program.graph.nodes:
+        spec = kinds.get(node.name) if node.op == "placeholder" else None
+        if spec is not None and spec.kind in _WEIGHTS:
+            tensor = held[spec.target]
+            attribute = "w_" + re.sub(r"\W", "_", spec.target.removeprefix(prefix))
+            _set(root, attribute, tensor)
+            copied[node] = graph.get_attr(attribute)
+            copied[node].meta = dict(node.meta)
+            weights[attribute], names[attribute] = tensor, spec.target.removeprefix(prefix)
+        elif node.op == "output":
+            graph.output((_logits(program, node, copied),))
+        else:
+            copied[node] = graph.node_copy(node, lambda n: copied[n])
+    module = fx.GraphModule(root, graph)
+    facts = _Facts(holder, prefix, symbol, where)
+    for node in graph.nodes:
+        facts.fill(node)
+    return CapturedGraph(module, weights, names, where.low, where.high)
+
+
+def _set(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        root.register_parameter(name, tensor)
+    else:
+        root.register_buffer(name, tensor)
+
+
+def _logits(program: ExportedProgram, node: fx.Node, copied: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """The user's output. Writes to buffers are dropped, if each call computes them afresh."""
+    results: list[fx.Node] = []
+    for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
+        if spec.kind == OutputKind.USER_OUTPUT:
+            results.append(copied[value])
+        elif spec.target in _read_before_write(program, value):
+            raise RewriteError(
+                f"the forward pass updates its own {spec.target!r} from its former value: it has a memory of earlier calls",
+                fix="a served model must be a function of its inputs",
+            )
+    (logits,) = results
+    return logits
+
+
+def _read_before_write(program: ExportedProgram, value: fx.Node) -> set[str]:
+    """Names of the buffers and parameters that `value` is computed from."""
+    targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
+    seen: set[fx.Node] = set()
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return {targets[node.name] or "" for node in seen if node.op == "placeholder"}
+
+
+class _Facts:
+    """Fills in shape, dtype, path and source of a node (see rewriter/graph.py).
+
+    A node that holds one size (a SymInt) has `shape` and `dtype` None, and its value in TOKENS as `meta["size"]`.
+    """
+
+    def __init__(self, holder: nn.Module, prefix: str, symbol: sympy.Symbol, where: Interval) -> None:
+        self._prefix = prefix
+        self._symbol = symbol
+        self._where = where
+        self._own_files = {_file_of(type(module)) for module in holder.modules()} - {__file__}
+
+    def fill(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        node.meta.setdefault("path", self._path(node))
+        node.meta.setdefault("source", self._source(node))
+        node.meta["shape"] = node.meta["dtype"] = None
+        if isinstance(value, torch.Tensor):
+            node.meta["shape"] = tuple(self._size(size) for size in value.shape)
+            node.meta["dtype"] = value.dtype
+        elif isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            node.meta["size"] = sympy.sympify(self._size(value))
+
+    def _size(self, size: int | torch.SymInt) -> int | sympy.Expr:
+        if isinstance(size, int):
+            return size
+        simple = simplify_size(size.node.expr, self._symbol, self._where)
+        return int(simple) if simple.is_Integer else simple.xreplace({self._symbol: TOKENS})
+
+    def _path(self, node: fx.Node) -> str:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            return ""
+        path = str(next(reversed(stack.values()))[0])
+        return (path + ".").removeprefix(self._prefix).rstrip(".")
+
+    def _source(self, node: fx.Node) -> str:
+        frames = [match.groupdict() for match in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+        own = [frame for frame in frames if frame["file"] in self._own_files]
+        if not frames or (not own and frames[-1]["file"] == __file__):
+            return ""
+        frame = (own or frames)[-1]
+        return f"{os.path.basename(frame['file'])}:{frame['line']}: {frame['code'].strip()}"
+
+
+def _file_of(kind: type) -> str:
+    try:
+        return inspect.getfile(kind)
+    except (OSError, TypeError):
+        return ""
