@@ -80,6 +80,7 @@ class Grafting:
     state_specs: list[StateSpec] = field(default_factory=list)
     mask: str = ""
     notes: list[str] = field(default_factory=list)
+    replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def sequence(self, name: str) -> fx.Node:
         """The placeholder of one metadata tensor (see declare.SEQUENCE_FIELDS)."""
@@ -89,6 +90,12 @@ class Grafting:
         """Declare a row per token and get the placeholder of its pool."""
         spec = RowSpec(f"{self.region.path}:{name}", tuple(shape), dtype)
         self.row_specs.append(spec)
+        return self._input(spec.name)
+
+    def shared_row_pool(self, spec: RowSpec) -> fx.Node:
+        """The placeholder of a pool whose rows several regions read. Declared once, by whoever comes first."""
+        if spec.name not in self.inputs:
+            self.row_specs.append(spec)
         return self._input(spec.name)
 
     def state_pool(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
@@ -110,6 +117,7 @@ class Grafting:
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Let every user of `old` read `new`."""
         old.replace_all_uses_with(new)
+        self.replaced[old] = new
 
     def _input(self, name: str) -> fx.Node:
         if name not in self.inputs:

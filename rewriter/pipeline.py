@@ -1,0 +1,208 @@
+"""The driver: offers every region to every pass in order, replays what is left, and demands a proof.
+
+It owns the chores (dead code, timing, counts, cache declarations), so that a pass contains only its idea.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from .declare import RowSpec, StateSpec
+from .errors import RewriteError
+from .graph import CapturedGraph, describe
+from .pattern import Declined, Grafting, Pass, Region
+from .replay import Replay, graft_replay
+from .token_axis import Analysis, analyse, find_regions
+from .token_axis.regions import Verdict, verdict
+
+
+@dataclass(frozen=True)
+class GraphPass:
+    """A pass over the whole graph that grafts no region. `run` returns how many places it changed."""
+
+    name: str
+    run: Callable[[CapturedGraph], int]
+
+
+@dataclass
+class Served:
+    """How one mixing place is served."""
+
+    region: Region
+    kind: str
+    served: str
+    operator: str
+    rows: list[RowSpec] = field(default_factory=list)
+    states: list[StateSpec] = field(default_factory=list)
+    mask: str = ""
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+    replay: Replay | None = None
+    declined: list[tuple[str, Declined]] = field(default_factory=list)
+
+
+@dataclass
+class PassRun:
+    """What one pass did."""
+
+    name: str
+    matches: int
+    declined: list[tuple[Region, Declined]]
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+
+@dataclass
+class Rewriting:
+    """A graph on its way through the passes."""
+
+    captured: CapturedGraph
+    inputs: dict[str, fx.Node] = field(default_factory=dict)
+    served: list[Served] = field(default_factory=list)
+    runs: list[PassRun] = field(default_factory=list)
+    found: list[Region] = field(default_factory=list)
+    proof: Verdict | None = None
+    switch_lengths: set[int] = field(default_factory=set)
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.captured.graph
+
+    def new_input(self, name: str) -> fx.Node:
+        """A placeholder behind the existing ones."""
+        last = [node for node in self.graph.nodes if node.op == "placeholder"][-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        node.meta.update(shape=None, dtype=None, path="", source="")
+        return node
+
+    def grafting(self, region: Region) -> Grafting:
+        return Grafting(region, self.graph, self.inputs, self.new_input)
+
+
+def rewrite(
+    captured: CapturedGraph, passes: Sequence[Pass | GraphPass], *, fallback: str = "replay"
+) -> Rewriting:
+    """Graft all of `captured` in place. Raises RewriteError if the result is not proven, or on a region that no pass
+    takes with `fallback="refuse"`."""
+    state = Rewriting(captured, {name: node for name, node in _inputs(captured).items()})
+    state.found = find_regions(analyse(captured.graph))
+    for step in passes:
+        before, start = len(captured.graph.nodes), time.perf_counter()
+        matches, declined = _run(step, state)
+        _tidy(captured)
+        seconds = time.perf_counter() - start
+        state.runs.append(PassRun(step.name, matches, declined, seconds, before, len(captured.graph.nodes)))
+    _replay_rest(state, fallback)
+    _tidy(captured)
+    state.proof = verdict(analyse(captured.graph))
+    if not state.proof.proven:
+        raise RewriteError(
+            f"the rewritten graph is {state.proof}",
+            fix="tokens of different requests would mix: this model cannot be served in a packed row",
+        )
+    return state
+
+
+def _inputs(captured: CapturedGraph) -> dict[str, fx.Node]:
+    return {str(node.target): node for node in captured.graph.nodes if node.op == "placeholder"}
+
+
+def _run(step: Pass | GraphPass, state: Rewriting) -> tuple[int, list[tuple[Region, Declined]]]:
+    if isinstance(step, GraphPass):
+        return step.run(state.captured), []
+    matches, declined = 0, []
+    moved: dict[fx.Node, fx.Node] = {}
+    for region in find_regions(analyse(state.graph)):
+        outcome = _offer(step, _follow(region, moved), state, moved)
+        if isinstance(outcome, Declined):
+            declined.append((region, outcome))
+        else:
+            state.served.append(outcome)
+            matches += 1
+    return matches, declined
+
+
+def _offer(
+    step: Pass, region: Region, state: Rewriting, moved: dict[fx.Node, fx.Node]
+) -> Served | Declined:
+    captures = step.pattern(region)
+    if isinstance(captures, Declined):
+        return captures
+    plan = step.check(captures)
+    if isinstance(plan, Declined):
+        return plan
+    grafting = state.grafting(region)
+    step.rewrite(plan, grafting)
+    assert not region.closer.users, f"pass {step.name} left {region.closer} in use"
+    moved.update(grafting.replaced)
+    return Served(
+        region, step.kind, "grafted", step.operator, grafting.row_specs, grafting.state_specs, grafting.mask,
+        notes=grafting.notes,
+    )  # fmt: skip
+
+
+def _follow(region: Region, moved: dict[fx.Node, fx.Node]) -> Region:
+    """The region after earlier regions of the same round were replaced."""
+    return replace(region, inputs=tuple(moved.get(node, node) for node in region.inputs))
+
+
+def _replay_rest(state: Rewriting, fallback: str) -> None:
+    """Replay what no pass took. Regions that share a closer's node are found anew after each replacement."""
+    again = True
+    while again:
+        again = False
+        analysis = analyse(state.graph)
+        regions = find_regions(analysis)
+        moved: dict[fx.Node, fx.Node] = {}
+        for i, region in enumerate(regions):
+            served = _replay(_follow(region, moved), analysis, state, fallback, moved)
+            state.served.append(served)
+            if any(region.closer in other.nodes for other in regions[i + 1 :]):
+                again = True
+                break
+
+
+def _replay(
+    region: Region, analysis: Analysis, state: Rewriting, fallback: str, moved: dict[fx.Node, fx.Node]
+) -> Served:
+    declined = [(run.name, no) for run in state.runs for r, no in run.declined if r.closer is region.closer]
+    nearest = max(declined, key=lambda pair: pair[1].progress, default=None)
+    known = nearest is not None and nearest[1].progress > 0
+    reason = f"{nearest[0]}: {nearest[1]}" if nearest and known else "no pass knows this mixing"
+    if fallback == "refuse":
+        raise RewriteError(
+            f"no pass takes this {region.kind} ({reason})", operation=str(region.closer.target), path=region.path,
+            source=region.closer.meta.get("source", ""), fix='allow fallback="replay" (exact, slow)',
+        )  # fmt: skip
+    _refuse_unservable(region, analysis)
+    grafting = state.grafting(region)
+    module = graft_replay(region, analysis, grafting)
+    moved.update(grafting.replaced)
+    served = Served(region, region.kind, "replayed", "replay", grafting.row_specs, reason=reason, replay=module)
+    served.declined = declined
+    return served
+
+
+def _refuse_unservable(region: Region, analysis: Analysis) -> None:
+    """A region may read rows only; anything wide at its edge means that the rows never came back in order."""
+    for node in region.inputs:
+        if not analysis.value(node).is_row_local:
+            raise RewriteError(
+                f"tokens are mixed in a way that cannot be undone: {describe(node)}",
+                path=region.path, source=region.closer.meta.get("source", ""),
+            )  # fmt: skip
+
+
+def _tidy(captured: CapturedGraph) -> None:
+    """Drop what nobody reads any more; keep placeholders."""
+    captured.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    captured.graph.lint()
+    captured.module.recompile()
+
