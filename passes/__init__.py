@@ -1,1 +1,15 @@
-"""One kind of mixing per file."""
+"""The pipeline: one kind of mixing, or one optimisation, per file. This list is its order."""
+
+from __future__ import annotations
+
+from ..rewriter.pattern import Pass
+from ..rewriter.pipeline import GraphPass
+from . import experts, length_switch, positions
+
+PIPELINE: tuple[Pass | GraphPass, ...] = (
+    experts.PASS,  # weights gathered per token -> rows sorted by expert
+    length_switch.PASS,  # rope chosen by the row's length -> chosen by each request's
+    positions.PASS,  # arange(T) -> position in the request
+)
+
+__all__ = ["PIPELINE"]

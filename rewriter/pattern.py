@@ -80,6 +80,7 @@ class Grafting:
     state_specs: list[StateSpec] = field(default_factory=list)
     mask: str = ""
     notes: list[str] = field(default_factory=list)
+    switch_lengths: list[int] = field(default_factory=list)
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def sequence(self, name: str) -> fx.Node:

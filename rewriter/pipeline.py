@@ -142,6 +142,7 @@ def _offer(
     step.rewrite(plan, grafting)
     assert not region.closer.users, f"pass {step.name} left {region.closer} in use"
     moved.update(grafting.replaced)
+    state.switch_lengths.update(grafting.switch_lengths)
     return Served(
         region, step.kind, "grafted", step.operator, grafting.row_specs, grafting.state_specs, grafting.mask,
         notes=grafting.notes,

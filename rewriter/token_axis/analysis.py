@@ -142,6 +142,9 @@ def _rule_for(node: fx.Node) -> Rule | None:
             return RULES.get(target._opname)
         if target.namespace != "regraft":
             return None
+        own = OPERATOR_RULES.get(target._schema.name)
+        if own is not None:
+            return own
         opaque = target._opname.startswith("leaf_") or target._opname == "module_leaf"
         return OPERATOR_RULES["opaque_leaf" if opaque else "grafted"]
     if isinstance(target, str):

@@ -59,11 +59,21 @@ def grafted(facts: Facts) -> Value:
     return Value(((dim, Axis()),))
 
 
+def expert_linear(facts: Facts) -> Value:
+    """Row s of the result reads row s of the rows and of the expert ids, several rows a token or one."""
+    x, weight, ids = facts.operands[:3]
+    value, picks = facts.value(x), facts.value(ids)
+    if dict(value.axes).get(0) != dict(picks.axes).get(0) or not facts.value(weight).is_fixed:
+        return make({0: Axis(kind="perm")}, True, "rows and expert ids are not aligned")
+    return make({0: axis for d, axis in value.axes if d == 0}, value.mixed or picks.mixed or len(value.axes) > 1, value.why)
+
+
 for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
     OPERATOR_RULES[f"_operator.{_name}"] = size_arithmetic
 for _name in ("sym_min", "sym_max", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sum"):
     OPERATOR_RULES[f"torch.{_name}"] = size_arithmetic
 OPERATOR_RULES["_operator.getitem"] = getitem
+OPERATOR_RULES["regraft::expert_linear"] = expert_linear
 OPERATOR_RULES["grafted"] = grafted
 OPERATOR_RULES["opaque_leaf"] = opaque_leaf
 

@@ -1,0 +1,44 @@
+"""`regraft::expert_linear`: rows sorted by expert, one matmul an expert, and back.
+
+Each row's result is the dot products of that row alone, so routing is row-local by construction.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .naive import expert_linear_naive
+
+
+@torch.library.custom_op("regraft::expert_linear", mutates_args=())
+def expert_linear(
+    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    """Multiply each row by its expert's matrix.
+
+    x           [S, in]
+    weight      [E, out, in], or [E, in, out] if `transposed`
+    expert_ids  [S] int64, each in 0..E-1
+    returns     [S, out]
+    """
+    return expert_linear_naive(x, weight, expert_ids, transposed)
+
+
+@expert_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@expert_linear.register_kernel("cpu")
+def _(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool) -> torch.Tensor:
+    order = expert_ids.argsort(stable=True)
+    rows = x[order]
+    counts = torch.bincount(expert_ids, minlength=weight.shape[0]).tolist()
+    out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            matrix = weight[expert] if transposed else weight[expert].T
+            out[order[start : start + count]] = rows[start : start + count] @ matrix
+            start += count
+    return out
