@@ -1,0 +1,119 @@
+"""How large an engine is and which of its features are on."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+_UNAVAILABLE = ("prefix_cache", "compile", "cuda_graphs", "batch_invariant")
+"""Fields whose feature this version does not have: True is refused, never dropped."""
+
+_CHOICES = {"fallback": ("replay", "refuse"), "validate": ("quick", "full", "off")}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an engine, checked when made: a wrong one is a ValueError with value and fix."""
+
+    max_batch_tokens: int = 2048
+    """Most tokens of one packed row, that is of one step (tokens; default 2048). It bounds the
+    memory of activations."""
+
+    max_requests: int = 128
+    """Most requests running at once (requests; default 128). Any number more may wait."""
+
+    page_size: int = 16
+    """Tokens whose rows share one page (tokens; default 16). A request wastes half a page on
+    average."""
+
+    cache_tokens: int | None = None
+    """Rows the cache holds, over all requests (tokens, rounded up to pages; default None: sized by
+    `memory_fraction`)."""
+
+    memory_fraction: float | None = None
+    """Share of the device's free memory, when the engine starts, that rows and states may take
+    together (above 0, at most 1; default None: 0.85 on an accelerator, 0.25 on the CPU). They
+    never take more than `max_requests` requests of full length can use."""
+
+    chunk_size: int = 64
+    """A prompt that does not fit into one step is cut at multiples of this, counted from its own
+    start (tokens; default 64)."""
+
+    prefix_cache: bool = False
+    """Reuse the cached rows of a prompt's beginning (default False; True is refused so far)."""
+
+    compile: bool = False
+    """Compile each distinct layer once (default False; True is refused so far)."""
+
+    cuda_graphs: bool = False
+    """Run decode steps from CUDA graphs (default False; True is refused so far)."""
+
+    batch_invariant: bool = False
+    """Results bit-identical whatever else is in the batch (default False; True is refused so
+    far)."""
+
+    fallback: str = "replay"
+    """What becomes of a token-mixing region that no pass knows: "replay" (exact, slow) or "refuse"
+    (default "replay")."""
+
+    validate: str = "quick"
+    """How much is compared with the original model before serving: "quick", "full" or "off"
+    (default "quick")."""
+
+    seed: int = 0
+    """Start of the random numbers of requests that bring no seed (default 0)."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_requests", "page_size", "chunk_size"):
+            _check_count(name, getattr(self, name))
+        if self.max_batch_tokens < self.chunk_size:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens} is less than "
+                f"chunk_size={self.chunk_size}, so a long prompt could never start: raise the "
+                "first or lower the second"
+            )
+        self._check_memory()
+        for name in _UNAVAILABLE:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name}={value!r} is neither True nor False")
+            if value:
+                raise ValueError(f"{name}=True is not available in this version: leave it False")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
+        if not _is_int(self.seed) or self.seed < 0:
+            raise ValueError(f"seed={self.seed!r} is not a whole number of 0 or more")
+
+    def _check_memory(self) -> None:
+        tokens, fraction = self.cache_tokens, self.memory_fraction
+        if tokens is not None:
+            _check_count("cache_tokens", tokens)
+        if fraction is None:
+            return
+        if tokens is not None:
+            raise ValueError(
+                f"cache_tokens={tokens} and memory_fraction={fraction} both size the cache: give "
+                "one of them"
+            )
+        if not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ValueError(f"memory_fraction={fraction!r} is not above 0 and at most 1")
+
+    @classmethod
+    def from_fields(cls, **fields: Any) -> EngineConfig:
+        """A config from keywords; an unknown name is a ValueError that lists the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"{name!r} is no field of EngineConfig: it has {', '.join(known)}")
+        return cls(**fields)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not _is_int(value) or value < 1:  # type: ignore[operator]  # an int, as just checked
+        raise ValueError(f"{name}={value!r} is not a whole number of 1 or more")

@@ -1,0 +1,198 @@
+"""The engine: prompts in, tokens out."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers import GenerationConfig
+
+from .capacity import plan_capacity
+from .config import EngineConfig
+from .errors import RequestError
+from .factory import RequestFactory
+from .loop import StepLoop
+from .output import RequestOutput, StreamToken
+from .prompts import as_list
+from .request import Request
+from .runner import RewrittenModel
+from .schedules import Schedule
+from .stream import Collector, TokenStream
+
+
+class Engine:
+    """Serves a rewritten model to many requests at once.
+
+    Requests may be under way through any mix of `generate`, `stream`, `add_request` and `score`:
+    whoever asks for tokens runs steps, and in a step all of them get on. Steps are for one thread
+    at a time; `add_request` and `cancel` may be called from any. A bad request is a RequestError
+    and touches nobody else.
+
+    `generation_config` gives the defaults of every request; `report` and `validator` are what the
+    attribute `report` shows and what `validate` calls.
+    """
+
+    def __init__(
+        self,
+        model: RewrittenModel,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        generation_config: GenerationConfig | None = None,
+        report: Any = None,
+        validator: Callable[..., Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.report = report
+        self._validator = validator
+        capacity = plan_capacity(self.config, model)
+        self.max_cached = sys.maxsize if capacity.max_tokens is None else capacity.max_tokens
+        """The longest request that the caches hold (tokens)."""
+        self._loop = StepLoop(model, self.config, capacity, tokenizer)
+        self._factory = RequestFactory(
+            model, self.config, self.max_cached, tokenizer, generation_config
+        )
+        self._outbox: deque[StreamToken] = deque()
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        generation_config: GenerationConfig | None = None,
+        *,
+        progress: bool = False,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; the outputs in the order of the prompts.
+
+        `prompts` are lists of token ids or, with a tokenizer, texts. `generation_config`, or its
+        fields as keywords, say how, over the model's own generation config as in transformers'
+        `generate`. A keyword given as a list has one value per prompt; `seed` makes the tokens of
+        a sampled request its own, whatever else runs. `progress` draws a bar. A bad prompt or
+        field is a RequestError before anything runs.
+        """
+        self._loop.check_open()
+        requests = self._factory.make(as_list(prompts), generation_config, fields)
+        collector = Collector(requests, progress=progress)
+        with collector.bar:
+            self._run(requests, lambda: collector.pending == 0)
+        return [_output_of(request) for request in requests]
+
+    def stream(
+        self,
+        prompt: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> TokenStream:
+        """An iterator over the tokens of one prompt, made while it is read; else as `generate`."""
+        request = self._make_one(prompt, generation_config, fields, request_id)
+        stream = TokenStream(request, self._loop.advance, lambda one: self._loop.abandon([one]))
+        self._loop.submit([request])
+        return stream
+
+    def add_request(
+        self,
+        prompt: Any,
+        generation_config: GenerationConfig | None = None,
+        *,
+        request_id: str | None = None,
+        **fields: Any,
+    ) -> str:
+        """Queues one prompt for `step` to run; its id, made up if not given.
+
+        The id of a live request is a RequestError; else as `generate`.
+        """
+        request = self._make_one(prompt, generation_config, fields, request_id)
+        request.sink = self._outbox.append
+        self._loop.submit([request])
+        return request.request_id
+
+    def step(self) -> list[StreamToken]:
+        """Runs one step; what it, and steps of other calls since, made of `add_request`'s requests.
+
+        If the model fails, its error is raised, the requests of that step end with finish_reason
+        "error", and the others can go on.
+        """
+        self._loop.advance()
+        return [self._outbox.popleft() for _ in range(len(self._outbox))]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether another `step` has anything to run or to return."""
+        return bool(self._loop.live or self._outbox)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a live request: what it made so far comes with finish_reason "cancelled".
+
+        An id that no live request has is a RequestError.
+        """
+        self._loop.check_open()
+        self._loop.cancel(request_id)
+
+    def score(self, sequences: Sequence[Any], schedule: Schedule = "prefill") -> list[torch.Tensor]:
+        """Logits after each token of known sequences: float32 [len_i, vocab] on the model's device.
+
+        The sequences run packed together, each cut as `schedule` says: "prefill" (whole), "decode"
+        (token by token), an int (chunks of that many tokens), or one list of cut points per
+        sequence.
+        """
+        self._loop.check_open()
+        requests = self._factory.make_score(as_list(sequences, "sequences"), schedule)
+        self._run(requests, lambda: all(request.output is not None for request in requests))
+        for request in requests:
+            _output_of(request)
+        return [request.logits for request in requests]
+
+    def validate(self, *arguments: Any, **options: Any) -> Any:
+        """Compares with the original model again, as large as asked."""
+        if self._validator is None:
+            raise RequestError("this engine was made without an original model to compare with")
+        return self._validator(*arguments, **options)
+
+    def close(self) -> None:
+        """Cancels what is live and frees the caches. Closing twice is nothing."""
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _make_one(
+        self,
+        prompt: Any,
+        generation_config: GenerationConfig | None,
+        fields: dict[str, Any],
+        request_id: str | None,
+    ) -> Request:
+        self._loop.check_open()
+        (request,) = self._factory.make([prompt], generation_config, fields, request_id)
+        request.detokenizer = self._factory.detokenizer()
+        return request
+
+    def _run(self, requests: Sequence[Request], done: Callable[[], bool]) -> None:
+        """Runs steps until `done`; on an error none of the requests stays behind."""
+        try:
+            self._loop.submit(requests)
+            while not done():
+                self._loop.advance()
+        finally:
+            self._loop.abandon(requests)
+
+
+def _output_of(request: Request) -> RequestOutput:
+    assert request.output is not None, f"{request.request_id} has not ended"
+    return request.output

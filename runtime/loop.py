@@ -1,0 +1,223 @@
+"""The step loop: live requests, and the one place where they get on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from . import sampler
+from .batch import build_batch
+from .capacity import Capacity
+from .config import EngineConfig
+from .errors import EngineBusyError, EngineClosedError, RequestError
+from .output import FinishReason, RequestOutput, StreamToken
+from .request import Request, ScoreRequest, Span, Status
+from .runner import RewrittenModel, Runner
+from .scheduler import Scheduler
+from .text import decode
+
+
+class StepLoop:
+    """Runs every live request, one packed row a step, and hands out what a step makes.
+
+    `submit` and `cancel` may be called from any thread, during a step as well: what they ask for
+    is taken in before and after each step. `advance` is for one thread at a time.
+    """
+
+    def __init__(
+        self, model: RewrittenModel, config: EngineConfig, capacity: Capacity, tokenizer: Any
+    ) -> None:
+        self.scheduler = Scheduler(config, capacity, model.switch_lengths)
+        self.runner = Runner(model, capacity)
+        self.live: dict[str, Request] = {}
+        self.closed = False
+        self._model = model
+        self._tokenizer = tokenizer
+        self._weights_version = model.weights_version()
+        self._arrived: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+        self._stepping = threading.Lock()  # held by the thread that is in a step
+        self._state = threading.Lock()  # guards the scheduler and the pools
+
+    def check_open(self) -> None:
+        """EngineClosedError once the engine is closed."""
+        if self.closed:
+            raise EngineClosedError("the engine is closed: make a new one")
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests, all or, where one's id is a live request's, none."""
+        self.check_open()
+        for index, request in enumerate(requests):
+            if self.live.setdefault(request.request_id, request) is not request:
+                for earlier in requests[:index]:
+                    del self.live[earlier.request_id]
+                raise RequestError(
+                    f"request_id={request.request_id!r} is a live request's already: give another, "
+                    "or none"
+                )
+        self._arrived.extend(requests)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a live request; an id of no live one is a RequestError."""
+        request = self.live.pop(request_id, None)
+        if request is None:
+            raise RequestError(
+                f"no live request has the id {request_id!r}: it ended already, or never was"
+            )
+        self._cancelled.append(request)
+        self._settle_unless_stepping()
+
+    def abandon(self, requests: Iterable[Request]) -> None:
+        """Cancels those of the requests that are live."""
+        for request in requests:
+            if self.live.get(request.request_id) is request:
+                del self.live[request.request_id]
+                self._cancelled.append(request)
+        self._settle_unless_stepping()
+
+    def advance(self) -> None:
+        """Runs one step.
+
+        An error in the model ends the requests of that step and is raised; the others stay live.
+        """
+        if not self._stepping.acquire(blocking=False):
+            raise EngineBusyError(
+                "another thread is in a step of this engine: run its steps from one thread, and "
+                "use add_request and cancel from the others"
+            )
+        try:
+            with self._state:
+                self.check_open()
+                self._settle()
+                self._step()
+                self._settle()
+        finally:
+            self._stepping.release()
+
+    def close(self) -> None:
+        """Cancels what is live and frees the pools. Closing twice is nothing."""
+        with self._state:
+            if self.closed:
+                return
+            self.closed = True
+            self._settle()
+            for request in list(self.live.values()):
+                self._finish(request, "cancelled")
+            self.runner.release()
+
+    def _step(self) -> None:
+        version = self._model.weights_version()
+        if version != self._weights_version:
+            # Cached rows and states are the old weights': nothing of them may meet the new ones.
+            self.scheduler.restart_running()
+            self._weights_version = version
+        spans = self.scheduler.schedule()
+        if not spans:
+            return
+        try:
+            tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
+            batch = build_batch(
+                spans, tables, page_size, self._model.min_tokens, self._model.device
+            )
+            self._commit(spans, self.runner.run(batch))
+        except BaseException as error:
+            for span in spans:
+                if span.request.status is not Status.FINISHED:
+                    self._finish(span.request, "error", error=f"{type(error).__name__}: {error}")
+            raise
+
+    def _commit(self, spans: Sequence[Span], logits: torch.Tensor) -> None:
+        """Hands the logits of a step, [rows wanted, vocab], to the requests of its spans."""
+        sampled: list[Request] = []
+        rows: list[int] = []
+        row = 0
+        for span in spans:
+            self.scheduler.commit(span)
+            request, end = span.request, row + span.num_logits
+            if isinstance(request, ScoreRequest):
+                request.logits[span.start : span.end] = logits[row:end]
+                if not request.num_remaining:
+                    self._finish(request, "length")
+            elif end > row:
+                sampled.append(request)
+                rows.append(row)
+            row = end
+        if not sampled:
+            return
+        tokens, logprobs = sampler.sample(logits if len(rows) == row else logits[rows], sampled)
+        for request, token, logprob in zip(sampled, tokens, logprobs):
+            self._append(request, token, logprob)
+
+    def _append(self, request: Request, token: int, logprob: float) -> None:
+        if logprob != logprob:
+            error = f"the logits after its token {len(request.tokens) - 1} are not finite"
+            self._finish(request, "error", error=error)
+            return
+        self.scheduler.append(request, token)
+        request.logprobs.append(logprob)
+        reason = request.finish_reason_after(token)
+        if reason is not None:
+            self._finish(request, reason, token=token)
+        elif request.sink is not None:
+            request.sink(_stream_token(request, token))
+
+    def _settle(self) -> None:
+        """Takes in what was submitted and cancelled since it was last called."""
+        while self._arrived:
+            self.scheduler.add(self._arrived.popleft())
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if request.status is not Status.FINISHED:
+                self._finish(request, "cancelled")
+
+    def _settle_unless_stepping(self) -> None:
+        if self._state.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._state.release()
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        token: int | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Ends a request; `token` is the one it ends with, if it made one in this step."""
+        self.scheduler.remove(request)
+        if self.live.get(request.request_id) is request:
+            del self.live[request.request_id]
+        made = request.tokens[request.num_prompt :]
+        request.output = RequestOutput(
+            request_id=request.request_id,
+            prompt_token_ids=request.tokens[: request.num_prompt],
+            token_ids=made,
+            logprobs=request.logprobs if request.params.logprobs else None,
+            finish_reason=reason,
+            text=None if self._tokenizer is None else decode(self._tokenizer, made),
+            error=error,
+        )
+        if request.sink is not None:
+            request.sink(_stream_token(request, token))
+
+
+def _stream_token(request: Request, token: int | None) -> StreamToken:
+    """The item of a stream for `token`, the last of `request`, or for its end without one."""
+    output, text = request.output, ""
+    if request.detokenizer is not None:
+        text = request.detokenizer.push(token) if token is not None else ""
+        text += request.detokenizer.flush() if output is not None else ""
+    return StreamToken(
+        request_id=request.request_id,
+        token_id=token,
+        text=text,
+        logprob=request.logprobs[-1] if token is not None and request.params.logprobs else None,
+        finish_reason=None if output is None else output.finish_reason,
+        output=output,
+    )

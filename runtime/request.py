@@ -1,0 +1,137 @@
+"""One request: its tokens, how far they are computed, and what it holds of the caches."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .output import FinishReason, RequestOutput, StreamToken
+from .sampling_params import SamplingParams
+from .text import Detokenizer
+
+
+class Status(Enum):
+    """Where a request is. A preempted request waits again."""
+
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """A prompt to continue.
+
+    `tokens` are all tokens known so far, prompt and output. The rows and states of the first
+    `num_cached` of them are in the caches; a step computes some of the others, and when it has
+    computed the last one, the next token is chosen from its logits. So prefill, decoding and
+    recomputation after preemption are one thing: `tokens` that are not cached yet.
+    """
+
+    def __init__(
+        self, request_id: str, arrival: int, prompt: Sequence[int], params: SamplingParams
+    ) -> None:
+        self.request_id = request_id
+        self.arrival = arrival
+        self.params = params
+        self.num_prompt = len(prompt)
+        self.tokens = list(prompt)
+        self.logprobs: list[float] = []
+        self.num_cached = 0
+        self.pages: list[int] = []
+        self.slot = 0
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.output: RequestOutput | None = None
+        self.sink: Callable[[StreamToken], None] | None = None
+        self.detokenizer: Detokenizer | None = None
+        self.processors: LogitsProcessorList | None = None
+        self.generator: torch.Generator | None = None
+
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens that are not in the caches yet."""
+        return len(self.tokens) - self.num_cached
+
+    @property
+    def num_output(self) -> int:
+        """Tokens made so far."""
+        return len(self.tokens) - self.num_prompt
+
+    def next_end(self, budget: int, chunk_size: int) -> int:
+        """Where a chunk of at most `budget` tokens ends; `num_cached` if none fits.
+
+        A chunk that leaves a rest ends at a multiple of `chunk_size` from the request's start.
+        """
+        if self.num_remaining <= budget:
+            return len(self.tokens)
+        end = (self.num_cached + budget) // chunk_size * chunk_size
+        return max(end, self.num_cached)
+
+    def quantum(self, chunk_size: int) -> int:
+        """The smallest budget with which this request gets on."""
+        return min(self.num_remaining, chunk_size - self.num_cached % chunk_size)
+
+    def finish_reason_after(self, token: int) -> FinishReason | None:
+        """Why the request ends with `token`, which was just appended; None if it goes on."""
+        if token in self.params.eos_token_id:
+            return "stop"
+        return "length" if self.num_output >= self.params.max_new_tokens else None
+
+
+class ScoreRequest(Request):
+    """Known tokens whose logits are all wanted: nothing is sampled.
+
+    `cuts` are the ends of its chunks, increasing, the last one the number of tokens. A chunk is
+    never split. `logits` is float32 [len(tokens), vocab] on the model's device.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        arrival: int,
+        tokens: Sequence[int],
+        cuts: Sequence[int],
+        logits: torch.Tensor,
+    ) -> None:
+        super().__init__(request_id, arrival, tokens, SamplingParams(max_new_tokens=1))
+        self.cuts = cuts
+        self.logits = logits
+
+    def next_end(self, budget: int, chunk_size: int) -> int:
+        """The next cut if it fits."""
+        end = self._next_cut()
+        return end if end - self.num_cached <= budget else self.num_cached
+
+    def quantum(self, chunk_size: int) -> int:
+        """Tokens up to the next cut."""
+        return self._next_cut() - self.num_cached
+
+    def _next_cut(self) -> int:
+        return self.cuts[bisect.bisect_right(self.cuts, self.num_cached)]
+
+
+@dataclass(slots=True)
+class Span:
+    """Tokens `start` to `end` of a request, computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the span."""
+        return self.end - self.start
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the request wants of this span, at its end."""
+        if isinstance(self.request, ScoreRequest):
+            return self.num_tokens
+        return int(self.end == len(self.request.tokens))

@@ -1,0 +1,60 @@
+"""How `score` cuts its sequences: from a schedule to the ends of each sequence's chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .errors import RequestError
+
+Schedule = str | int | Sequence[Sequence[int]]
+
+
+def chunk_ends(schedule: Schedule, lengths: Sequence[int], max_chunk: int) -> list[list[int]]:
+    """The ends of the chunks of each sequence, the last one its length.
+
+    "prefill": whole (as much as `max_chunk` tokens at once); "decode": token by token; an int:
+    chunks of that many tokens; or one list of cut points per sequence, increasing, from 1 to its
+    length. Anything else, or a chunk of more than `max_chunk` tokens, is a RequestError.
+    """
+    if isinstance(schedule, str):
+        if schedule not in ("prefill", "decode"):
+            raise RequestError(
+                f"schedule={schedule!r}: give 'prefill', 'decode', a chunk length, or one list of "
+                "cut points per sequence"
+            )
+        size = max_chunk if schedule == "prefill" else 1
+        return [_regular(length, size) for length in lengths]
+    if isinstance(schedule, int):
+        if isinstance(schedule, bool) or schedule < 1:
+            raise RequestError(f"schedule={schedule!r}: a chunk has 1 token or more")
+        return [_checked(_regular(length, schedule), length, max_chunk) for length in lengths]
+    if len(schedule) != len(lengths):
+        raise RequestError(
+            f"schedule has {len(schedule)} lists of cut points for {len(lengths)} sequences: give "
+            "one for each"
+        )
+    return [
+        _checked(
+            [*cuts, length] if not cuts or cuts[-1] < length else list(cuts), length, max_chunk
+        )
+        for cuts, length in zip(schedule, lengths)
+    ]
+
+
+def _regular(length: int, size: int) -> list[int]:
+    return [*range(size, length, size), length]
+
+
+def _checked(ends: list[int], length: int, max_chunk: int) -> list[int]:
+    for start, end in zip([0, *ends], ends):
+        if not isinstance(end, int) or not start < end <= length:
+            raise RequestError(
+                f"cut points {ends} of a sequence of {length} tokens do not increase from 1 to "
+                f"{length}"
+            )
+        if end - start > max_chunk:
+            raise RequestError(
+                f"a chunk of {end - start} tokens is more than max_batch_tokens={max_chunk}: cut "
+                "it, or raise max_batch_tokens"
+            )
+    return ends

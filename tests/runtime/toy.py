@@ -1,0 +1,148 @@
+"""A rewritten model of a few lines, and the same model for one whole sequence, without any cache.
+
+It has one row per token and one state per request, and its arithmetic is exact: whole numbers below 2**24 in float32.
+So an engine that runs it must agree with `ToyModel.logits_of` to the last bit, and a NaN that anybody left in a page
+or a slot, once read, cannot hide.
+
+    x[t]      = (7 * token[t] + 3 * position[t] + weight) % 89      the row; + 500 where the request is long
+    sum[t]    = x[0] + ... + x[t]                                   from the cached rows
+    state[t]  = (5 * state[t-1] + x[t]) % 97
+    logits[t] = -((11 * v + sum[t] + state[t]) % 101)               for v in the vocabulary: all different
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from regraft.rewriter.declare import RowSpec, StateSpec
+
+VOCAB = 64
+
+
+class ToyModel:
+    """Implements the runtime's protocol of a rewritten model."""
+
+    def __init__(
+        self,
+        *,
+        has_rows: bool = True,
+        has_states: bool = True,
+        max_positions: int | None = 512,
+        switch_lengths: tuple[int, ...] = (),
+        min_tokens: int = 1,
+    ) -> None:
+        self.rows = (RowSpec("toy:x", (2,), torch.float32),) if has_rows else ()
+        self.states = (StateSpec("toy:state", (1,), torch.float32),) if has_states else ()
+        self.vocab_size = VOCAB
+        self.max_positions = max_positions
+        self.dtype = torch.float32
+        self.device = torch.device("cpu")
+        self.switch_lengths = switch_lengths
+        self.min_tokens = min_tokens
+        self.weight = 0
+        self.fails_in = -1
+        self.steps: list[dict[str, list]] = []
+        self.keeps_steps = False
+
+    def weights_version(self) -> int:
+        return self.weight
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self.fails_in -= 1
+        if self.fails_in == 0:
+            raise ArithmeticError("the toy broke")
+        check_inputs(inputs, self.min_tokens)
+        if self.keeps_steps:
+            self.steps.append({k: v.tolist() for k, v in inputs.items() if "toy" not in k})
+        extents = inputs["extents"].repeat_interleave(inputs["cu_seqlens"].diff())
+        x = self._rows(inputs["input_ids"][0], inputs["position_ids"][0], extents)
+        total = torch.zeros_like(x)
+        if self.rows:
+            pool = inputs["toy:x"]
+            pool.view(-1, 2)[inputs["slot_mapping"]] = torch.stack([x, -x], -1)
+            for start, end, context, pages in _sequences(inputs, "block_table"):
+                history = pool[pages].reshape(-1, 2)[: context + end - start]
+                total[start:end] = (history[:, 0] - history[:, 1]).cumsum(0)[context:] / 2
+        if self.states:
+            pool = inputs["toy:state"]
+            for start, end, context, slot in _sequences(inputs, "state_slots"):
+                state = pool[slot, 0] if context else torch.zeros(())
+                for t in range(start, end):
+                    state = (5 * state + x[t]) % 97
+                    total[t] += state
+                pool[slot, 0] = state
+        rows = inputs["logits_rows"]
+        return -((11 * torch.arange(VOCAB) + total[rows][:, None]) % 101)
+
+    def logits_of(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits after each token of one whole sequence, float32 [len, vocab]."""
+        positions, extent = torch.arange(len(tokens)), torch.full((len(tokens),), len(tokens))
+        x = self._rows(torch.tensor(tokens), positions, extent)
+        total = x.cumsum(0) if self.rows else torch.zeros_like(x)
+        if self.states:
+            state = torch.zeros(())
+            for t in range(len(tokens)):
+                state = (5 * state + x[t]) % 97
+                total[t] += state
+        return -((11 * torch.arange(VOCAB) + total[:, None]) % 101)
+
+    def continue_greedily(
+        self, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
+    ) -> list[int]:
+        """What a greedy request for `prompt` must come to."""
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + max_new_tokens:
+            tokens.append(int(self.logits_of(tokens)[-1].argmax()))
+            if tokens[-1] in eos:
+                break
+        return tokens[len(prompt) :]
+
+    def _rows(
+        self, tokens: torch.Tensor, positions: torch.Tensor, extents: torch.Tensor
+    ) -> torch.Tensor:
+        bucket = sum((extents > length).long() for length in self.switch_lengths)
+        return ((7 * tokens + 3 * positions + self.weight) % 89 + 500 * bucket).float()
+
+
+def _sequences(inputs: Mapping[str, torch.Tensor], last: str):
+    ends = inputs["cu_seqlens"].tolist()
+    return zip(ends, ends[1:], inputs["context_lens"].tolist(), inputs[last])
+
+
+def check_inputs(inputs: Mapping[str, torch.Tensor], min_tokens: int) -> None:
+    """What batch.py promises of every step."""
+    num_tokens = inputs["input_ids"].shape[1]
+    num_sequences = len(inputs["context_lens"])
+    shapes = {
+        "input_ids": ((1, num_tokens), torch.int64),
+        "position_ids": ((1, num_tokens), torch.int64),
+        "cu_seqlens": ((num_sequences + 1,), torch.int32),
+        "context_lens": ((num_sequences,), torch.int32),
+        "slot_mapping": ((num_tokens,), torch.int64),
+        "state_slots": ((num_sequences,), torch.int64),
+        "extents": ((num_sequences,), torch.int64),
+    }
+    for name, (shape, dtype) in shapes.items():
+        assert tuple(inputs[name].shape) == shape, name
+        assert inputs[name].dtype == dtype, name
+    assert inputs["block_table"].dtype == torch.int32
+    assert inputs["logits_rows"].dtype == torch.int64
+    assert len(inputs["logits_rows"]) >= 1
+    assert num_tokens >= min_tokens
+    ends = inputs["cu_seqlens"].long()
+    assert ends[0] == 0
+    assert ends[-1] == num_tokens
+    counts = ends.diff()
+    assert (counts > 0).all()
+    starts = inputs["context_lens"].long()
+    expected = torch.cat([torch.arange(s, s + n) for s, n in zip(starts.tolist(), counts.tolist())])
+    assert torch.equal(inputs["position_ids"][0], expected)
+    assert (inputs["extents"] >= starts + counts).all()
+    owned = inputs["slot_mapping"][inputs["slot_mapping"] > 0]
+    assert len(set(inputs["state_slots"].tolist())) == num_sequences
+    if "toy:x" in inputs:
+        page_size = inputs["toy:x"].shape[1]
+        owned = owned[owned >= page_size]
+        assert len(set(owned.tolist())) == len(owned), "two tokens write one row"
