@@ -10,7 +10,7 @@ from tests.tolerance import assert_close
 def test_rounding_passes_and_an_error_of_kind_does_not(dtype: torch.dtype) -> None:
     exact = torch.randn(50, 7, dtype=torch.float64)
     assert_close(exact.to(dtype), exact)
-    with pytest.raises(AssertionError, match="max abs error 5.0.*worst at"):
+    with pytest.raises(AssertionError, match=r"max abs error 5.0.*worst at"):
         assert_close(exact.to(dtype) * 1.0 + torch.eye(50, 7, dtype=dtype) * 5, exact)
     with pytest.raises(AssertionError, match=r"max abs error"):
         assert_close((exact * 1.05).to(dtype), exact)
