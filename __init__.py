@@ -1,1 +1,45 @@
-"""Regraft: serve any Hugging Face causal LM from its own unmodified code."""
+"""Regraft: serve any Hugging Face causal LM from its own unmodified code.
+
+    engine = regraft.wrap(model)
+    outs = engine.generate(prompts, max_new_tokens=64)
+    print(engine.report)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regraft.rewriter.compare import Comparison, compare
+    from regraft.rewriter.errors import RewriteError
+    from regraft.rewriter.report import RewriteReport
+    from regraft.rewriter.validate import Validation, ValidationError
+    from regraft.runtime.config import EngineConfig
+    from regraft.runtime.engine import Engine
+    from regraft.runtime.errors import RequestError
+    from regraft.face import inspect, wrap
+
+_HOMES = {
+    "Comparison": "rewriter.compare",
+    "compare": "rewriter.compare",
+    "RewriteError": "rewriter.errors",
+    "RewriteReport": "rewriter.report",
+    "Validation": "rewriter.validate",
+    "ValidationError": "rewriter.validate",
+    "EngineConfig": "runtime.config",
+    "RequestError": "runtime.errors",
+    "Engine": "runtime.engine",
+    "inspect": "face",
+    "wrap": "face",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded on first use, so that importing the package costs nothing and changes nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'regraft' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"regraft.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

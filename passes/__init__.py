@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..rewriter.pattern import Pass
-from ..rewriter.pipeline import GraphPass
+from regraft.rewriter.pattern import Pass
+from regraft.rewriter.pipeline import GraphPass
 from . import experts, length_switch, positions
 
 PIPELINE: tuple[Pass | GraphPass, ...] = (

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from ..rewriter.graph import CapturedGraph, is_aten, shape_of
-from ..rewriter.pipeline import GraphPass
+from regraft.kernels.experts import expert_linear
+from regraft.rewriter.graph import CapturedGraph, is_aten, shape_of
+from regraft.rewriter.pipeline import GraphPass
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def run(captured: CapturedGraph) -> int:
     for routed in found:
         with captured.graph.inserting_before(routed.result):
             node = captured.graph.call_function(
-                torch.ops.regraft.expert_linear.default,
+                expert_linear._opoverload,
                 (routed.x, routed.weight, routed.ids, routed.transposed),
             )
         node.meta.update(routed.result.meta)

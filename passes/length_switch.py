@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..rewriter.graph import TOKENS, is_aten, shape_of
-from ..rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.kernels.spread import spread
+from regraft.rewriter.graph import TOKENS, is_aten, shape_of
+from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 
 COMPARISONS = {"gt": int.__gt__, "ge": int.__ge__, "lt": int.__lt__, "le": int.__le__}
 
@@ -84,7 +85,7 @@ def rewrite(switch: Switch, grafting: Grafting) -> None:
     shape = shape_of(closer)
     dim = next(d for d, size in enumerate(shape) if size == TOKENS)
     lengths = grafting.call(
-        torch.ops.regraft.spread.default, extents, starts, positions, shape=(1, TOKENS), dtype=torch.int64
+        spread._opoverload, extents, starts, positions, shape=(1, TOKENS), dtype=torch.int64
     )
     largest = grafting.call(aten.add.Tensor, lengths, switch.offset - 1, shape=(1, TOKENS), dtype=torch.int64)
     chosen = grafting.call(

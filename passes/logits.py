@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..rewriter.graph import CapturedGraph, is_aten, shape_of
-from ..rewriter.pipeline import Rewriting
-from ..rewriter.token_axis.value import has_tokens
+from regraft.rewriter.graph import CapturedGraph, is_aten, shape_of
+from regraft.rewriter.pipeline import Rewriting
+from regraft.rewriter.token_axis.value import has_tokens
 
 PASSED = "linear matmul addmm mul div add sub tanh _to_copy slice neg clamp unsqueeze".split()
 

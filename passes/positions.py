@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..rewriter.graph import TOKENS, is_aten, shape_of
-from ..rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.rewriter.graph import TOKENS, is_aten, shape_of
+from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 
 
 @dataclass(frozen=True)

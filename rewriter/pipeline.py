@@ -184,7 +184,7 @@ def _replay(
         )  # fmt: skip
     _refuse_unservable(region, analysis)
     grafting = state.grafting(region)
-    module = graft_replay(region, analysis, grafting)
+    module = graft_replay(region, analysis, grafting, state.captured.min_tokens)
     moved.update(grafting.replaced)
     served = Served(region, region.kind, "replayed", "replay", grafting.row_specs, reason=reason, replay=module)
     served.declined = declined

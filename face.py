@@ -1,0 +1,154 @@
+"""The package face: ties capture, passes and runtime together. Everything below it is private."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from regraft.loading import meta_model
+from regraft.passes import PIPELINE
+from regraft.passes.logits import select_rows
+from regraft.rewriter.artifact import Artifact, LiveWeights
+from regraft.rewriter.capture import capture
+from regraft.rewriter.errors import RewriteError
+from regraft.rewriter.graph import shape_of
+from regraft.rewriter.prefix import check_prefix
+from regraft.rewriter.pipeline import Rewriting, rewrite
+from regraft.rewriter.report import RewriteReport, make_report
+from regraft.rewriter.validate import Validation, ValidationError, reference_logits, samples
+from regraft.runtime.config import EngineConfig
+from regraft.runtime.engine import Engine
+
+
+PREFIX_TOKENS = 64
+"""Length of the text on which replayed regions are tested."""
+
+SCHEDULES: dict[str, Any] = {"prefill": "prefill", "chunk 7": 7, "decode": "decode"}
+
+
+def wrap(model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, **settings: Any) -> Engine:
+    """Trace, rewrite, prove and validate `model`; returns an engine that serves it. The model is not changed.
+
+    model      any causal LM of transformers, on one device, in eval mode
+    tokenizer  for prompts given as text, and for text in the results
+    config     EngineConfig, or its fields as keywords
+
+    Raises RewriteError if the model cannot be served soundly, ValidationError if rewritten and original disagree,
+    ValueError for a wrong setting.
+    """
+    config = _settings(config, settings)
+    if any(p.is_meta for p in model.parameters()):
+        raise RewriteError(
+            "the model has no weights (it is on the meta device)",
+            fix="load its weights, or use regraft.inspect(model) for a report alone",
+        )
+    start = time.perf_counter()
+    state = _rewrite(model, config.fallback)
+    report = _report(model, state, time.perf_counter() - start)
+    artifact = _artifact(model, state)
+    engine = Engine(
+        artifact, config, tokenizer=tokenizer, generation_config=getattr(model, "generation_config", None), report=report,
+        validator=lambda size="quick", *, seed=0: _validate(engine, model, size, seed),
+    )  # fmt: skip
+    _test_replays(engine, model, state)
+    if config.validate != "off":
+        report.validation = engine.validate(config.validate)
+        if not report.validation.passed:
+            raise ValidationError(report.validation)
+    report.seconds = time.perf_counter() - start
+    return engine
+
+
+def inspect(model_or_config: Any, *, fallback: str = "replay") -> RewriteReport:
+    """The report of a rewrite, without weights: of a model, a configuration, a hub id, a folder or a config.json."""
+    model = model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
+    start = time.perf_counter()
+    state = _rewrite(model, fallback)
+    report = _report(model, state, time.perf_counter() - start)
+    if any(p.is_meta for p in model.parameters()) and any(served.replay for served in state.served):
+        report.notes.append("without weights, the prefix stability of replayed regions was not tested")
+    return report
+
+
+def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+    known = {field.name for field in fields(EngineConfig)}
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"unknown setting {name!r}: EngineConfig has {', '.join(sorted(known))}")
+    if config is not None and settings:
+        raise ValueError(f"give either config or its fields, not both ({', '.join(settings)})")
+    return config or EngineConfig(**settings)
+
+
+def _rewrite(model: nn.Module, fallback: str) -> Rewriting:
+    return rewrite(capture(model), PIPELINE, fallback=fallback)
+
+
+def _report(model: nn.Module, state: Rewriting, seconds: float) -> RewriteReport:
+    config = _text_config(model)
+    return make_report(
+        state, type(model).__name__, getattr(config, "layer_types", None), _max_positions(model, state), seconds
+    )
+
+
+def _text_config(model: nn.Module) -> Any:
+    config = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _max_positions(model: nn.Module, state: Rewriting) -> int | None:
+    """The model's own limit, or the captured graph's where that is lower."""
+    limits = [getattr(_text_config(model), "max_position_embeddings", None), state.captured.max_tokens]
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return min(known) if known else None
+
+
+def _artifact(model: nn.Module, state: Rewriting) -> Artifact:
+    select_rows(state)
+    names = {node: name for name, node in state.inputs.items()}
+    order = tuple(names[node] for node in state.graph.nodes if node.op == "placeholder")
+    rows = {spec.name: spec for served in state.served for spec in served.rows}
+    states = {spec.name: spec for served in state.served for spec in served.states}
+    logits = state.captured.logits
+    vocab_size = shape_of(logits)[-1]
+    assert isinstance(vocab_size, int)
+    first = next(model.parameters())
+    return Artifact(
+        state.captured.module, order, tuple(rows.values()), tuple(states.values()), vocab_size,
+        _max_positions(model, state), first.dtype, first.device, state.captured.min_tokens, tuple(sorted(state.switch_lengths)),
+        LiveWeights.of(model, state.captured.weight_names),
+    )  # fmt: skip
+
+
+def _validate(engine: Engine, model: nn.Module, size: str, seed: int) -> Validation:
+    """Score random texts packed, chunked and token by token, and compare with the original model."""
+    artifact = engine.model
+    texts = samples(model, artifact.vocab_size, _longest_sample(engine), size, seed)
+    expected = reference_logits(model, texts)
+    scored = {name: engine.score(texts, schedule=schedule) for name, schedule in SCHEDULES.items()}
+    return Validation.of(texts, expected, scored, artifact.dtype)
+
+
+def _longest_sample(engine: Engine) -> int:
+    limit = engine.model.max_positions
+    return min(limit, engine.max_cached) if limit is not None else engine.max_cached
+
+
+def _test_replays(engine: Engine, model: nn.Module, state: Rewriting) -> None:
+    """Measure the contract of every replayed region on one text run through the engine."""
+    replays = [(served, served.replay) for served in state.served if served.replay is not None]
+    if not replays:
+        return
+    longest = min(PREFIX_TOKENS, _longest_sample(engine))
+    (text, *_) = samples(model, engine.model.vocab_size, longest, "prefix", 1)
+    for _, replay in replays:
+        replay.probe = []
+    engine.score([text])
+    for served, replay in replays:
+        rows, replay.probe = replay.probe, None
+        assert rows is not None
+        check_prefix(served, rows)
+    engine.report.notes.append(f"{len(replays)} replayed regions passed the prefix test on these weights")

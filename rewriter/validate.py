@@ -1,0 +1,118 @@
+"""Translation validation: the rewritten graph against the original model, on the user's own weights."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .compare import Comparison, compare
+
+TOLERATED_KL = {torch.float32: 1e-5, torch.float64: 1e-8}
+"""Largest mean KL (nats) between the same weights run two ways. In half precision, see Comparison.acceptable."""
+
+LENGTHS = {"prefix": (64,), "quick": (19, 3, 33, 8), "full": (19, 3, 33, 8, 1, 2, 64, 65, 130, 257, 600)}
+
+
+class ValidationError(Exception):
+    """Rewritten and original model disagree. `validation` holds the figures."""
+
+    def __init__(self, validation: Validation) -> None:
+        self.validation = validation
+        super().__init__(f"the rewritten graph disagrees with the model: {validation}")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What was measured. `by_schedule`: how the texts were cut -> Comparison with the original's no-cache forward."""
+
+    num_sequences: int
+    num_tokens: int
+    by_schedule: Mapping[str, Comparison]
+    passed: bool
+
+    @classmethod
+    def of(
+        cls, texts: Sequence[Sequence[int]], expected: Sequence[torch.Tensor],
+        scored: Mapping[str, Sequence[torch.Tensor]], dtype: torch.dtype,
+    ) -> Validation:  # fmt: skip
+        results = {name: compare(expected, logits, texts) for name, logits in scored.items()}
+        passed = all(_passes(result, dtype) for result in results.values())
+        return cls(len(texts), sum(map(len, texts)), results, passed)
+
+    @property
+    def max_abs(self) -> float:
+        return max(result.max_abs for result in self.by_schedule.values())
+
+    @property
+    def mean_kl(self) -> float:
+        return max(result.mean_kl for result in self.by_schedule.values())
+
+    @property
+    def top5_overlap(self) -> float:
+        return min(result.top5_overlap for result in self.by_schedule.values())
+
+    @property
+    def dnll(self) -> float:
+        return max(result.dnll for result in self.by_schedule.values())
+
+    def __str__(self) -> str:
+        ways = ", ".join(self.by_schedule)
+        return (
+            f"{'passed' if self.passed else 'FAILED'}: max |dlogit| {self.max_abs:.1e}, mean KL {self.mean_kl:.1e}, "
+            f"top-5 overlap {self.top5_overlap:.3f}, dNLL {self.dnll:.1e} "
+            f"({self.num_sequences} texts, {self.num_tokens} tokens; {ways})"
+        )
+
+
+def _passes(result: Comparison, dtype: torch.dtype) -> bool:
+    limit = TOLERATED_KL.get(dtype)
+    return result.acceptable and (limit is None or result.mean_kl <= limit)
+
+
+def samples(
+    model: nn.Module, vocab_size: int, longest: int, size: str, seed: int
+) -> list[list[int]]:
+    """Random texts of ragged lengths, none longer than `longest`, without the placeholder ids of images and sounds."""
+    if size not in LENGTHS:
+        raise ValueError(f"size={size!r}: choose from {', '.join(LENGTHS)}")
+    generator = random.Random(seed)
+    special = _placeholder_ids(model)
+    ids = [token for token in range(min(vocab_size, _embedded(model, vocab_size))) if token not in special]
+    return [generator.choices(ids, k=min(n, longest)) for n in LENGTHS[size]]
+
+
+def _embedded(model: nn.Module, default: int) -> int:
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, "num_embeddings", default)
+
+
+def _placeholder_ids(model: nn.Module) -> set[int]:
+    """Every "..._token_id" that the model's configurations name."""
+    configs = [model.config, *(c for m in model.modules() if (c := getattr(m, "config", None)) is not None)]
+    found: set[int] = set()
+    for config in configs:
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_index")):
+                found.update(value if isinstance(value, list) else [value])
+    return {value for value in found if isinstance(value, int)}
+
+
+def reference_logits(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """The original model's own forward without a cache, one text at a time: float32 [len, vocab] each."""
+    device = next(model.parameters()).device
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    accepted = set(inspect.signature(inner.forward).parameters)
+    results = []
+    with torch.no_grad():
+        for text in texts:
+            extra: dict[str, object] = {"use_cache": False} if "use_cache" in accepted else {}
+            if "position_ids" in accepted:
+                extra["position_ids"] = torch.arange(len(text), device=device)[None]
+            output = model(input_ids=torch.tensor([list(text)], device=device), **extra)
+            results.append(output.logits[0].float())
+    return results
