@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import RewriteError
 from .graph import CapturedGraph
+from .leaves import leaves_in_place
 from .lift import lift
 from .normal_form import normalize
 from .sizes import Interval, guard_interval
@@ -34,7 +35,7 @@ def capture(model: nn.Module) -> CapturedGraph:
     The model comes out untouched, also on an error. Works on the meta device. Raises RewriteError if the model cannot
     be traced, or only for fixed numbers of tokens.
     """
-    with untouched(model), traceable(model), torch.no_grad():
+    with untouched(model), traceable(model), leaves_in_place(model), torch.no_grad():
         row = _PackedRow(model)
         program = _export(row)
         symbol, where = _token_range(program)
