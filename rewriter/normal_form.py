@@ -87,6 +87,30 @@ def _spell(node: fx.Node) -> None:
     """Same operation, one name."""
     if is_aten(node, "view", "_unsafe_view", "reshape"):
         node.target = aten.reshape.default
+    elif is_aten(node, *FILLS):
+        _spell_fill(node)
+
+
+FILLS = {"new_empty": 0, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty": 0, "empty_like": 0, "zeros_like": 0,
+         "ones_like": 1, "full_like": None}  # fmt: skip
+"""Tensors filled with one number (what `empty` holds is unspecified, so 0 will do), and where the number comes from."""
+
+
+def _spell_fill(node: fx.Node) -> None:
+    """`full(size, value)`: the tensor that lends its shape or dtype is no operand any more."""
+    tokens = next(n for n in node.graph.nodes if n.meta.get("size") == TOKENS and n.op == "call_function")
+    known = {TOKENS: tokens}
+    sizes: list[object] = [size if isinstance(size, int) else known.get(size) for size in node.meta["shape"]]
+    if None in sizes:
+        return  # another size in T: the graph has no node for it
+    name = node.target._opname  # type: ignore[union-attr]
+    value = FILLS[name]
+    if value is None:
+        value = node.args[2 if name == "new_full" else 1]
+    fake = node.meta["val"]
+    node.target = aten.full.default
+    node.args = (sizes, value)
+    node.kwargs = {"dtype": node.meta["dtype"], "device": fake.device, "pin_memory": False}
 
 
 def _same(node: fx.Node, other: object) -> bool:

@@ -186,6 +186,8 @@ def _replay(
     grafting = state.grafting(region)
     module = graft_replay(region, analysis, grafting, state.captured.min_tokens)
     moved.update(grafting.replaced)
+    for old, new in grafting.replaced.items():
+        analysis.values[new] = analysis.values[old]
     served = Served(region, region.kind, "replayed", "replay", grafting.row_specs, reason=reason, replay=module)
     served.declined = declined
     return served

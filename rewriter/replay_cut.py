@@ -51,9 +51,9 @@ def _build(flow: nx.DiGraph, region: Region, analysis: Analysis) -> list[fx.Node
             continue
         seen.append(node)
         flow.add_edge(("in", node), ("out", node), capacity=_bytes(node, analysis))
-        operands = [n for n in value_operands(node) if not analysis.value(n).is_fixed]
-        rows = all(analysis.value(n).is_row_local for n in operands)
-        if _is_boundary(node, analysis) or not operands or not rows:
+        boundary = _is_boundary(node, analysis)
+        operands = [] if boundary else [n for n in value_operands(node) if not analysis.value(n).is_fixed]
+        if not operands or not all(analysis.value(n).is_row_local for n in operands):
             flow.add_edge("source", ("in", node))
             continue
         for operand in operands:
