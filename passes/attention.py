@@ -1,0 +1,262 @@
+"""Attention over a request's own tokens -> paged_attention.
+
+Anything that ends in softmax over keys times values: fused or spelled out, any head layout, keys and values with
+fewer heads than queries, masks that say causal, window or chunk, softcaps, sinks, biases by distance. The cache holds
+k and v as they are before heads are repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+
+from regraft.rewriter.attention_core import Core, Rows, find_core, find_rows, without_repeats
+from regraft.rewriter.formulas import Cell
+from regraft.rewriter.graph import TOKENS
+from regraft.rewriter.indexing import Element
+from regraft.rewriter.integers import ZERO, Expr, Index, Quotient
+from regraft.rewriter.masks import shorten
+from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.rewriter.scores import MASKED, Score, read_score
+
+aten = torch.ops.aten
+
+
+def pattern(region: Region) -> Core | Declined:
+    """The softmax and the products around the region's closer."""
+    return find_core(region.closer)
+
+
+@dataclass(frozen=True)
+class HeadVector:
+    """One number per query head: `values`, or else the weight `node` [heads] (other dimensions 1) times `factor`."""
+
+    values: tuple[float, ...] = ()
+    node: fx.Node | None = None
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that paged_attention is called with."""
+
+    closer: fx.Node
+    score: Score
+    query: Rows
+    key: Rows
+    value: Rows
+    slopes: HeadVector | None
+    sinks: HeadVector | None
+
+
+def check(core: Core) -> Plan | Declined:
+    """The rewrite is an equivalence if the score is a known function of q . k and every head reads rows in order."""
+    products, axes = core.products, core.axes
+    masked = MASKED
+    if core.closer.meta["dtype"] == torch.float16:
+        masked = torch.finfo(torch.float16).min
+    score = read_score(core.score, core.beside, axes, lambda c: c.args[0].name in products, masked)
+    if isinstance(score, Declined):
+        return _at(score, core)
+    left, right, feature = products[score.product.args[0].name]
+    if not any(axes.q in at.free_symbols for at in left[1]):
+        left, right = right, left
+    rows = _matching_rows(core, left, right, feature)
+    if isinstance(rows, Declined):
+        return _at(rows, core)
+    vectors = [_head_vector(v, axes.h, core.closer.graph) for v in (score.slope, score.sink)]
+    for vector in vectors:
+        if isinstance(vector, Declined):
+            return _at(vector, core)
+    return Plan(core.closer, score, *rows, *vectors)  # type: ignore[arg-type]
+
+
+def _at(declined: Declined, core: Core) -> Declined:
+    """The reason with a node: the softmax, unless it names a better one."""
+    return Declined(declined.reason, declined.node or core.softmax, 0.5, declined.fix)
+
+
+def _matching_rows(
+    core: Core, query: Element, key: Element, feature: Index
+) -> tuple[Rows, Rows, Rows] | Declined:
+    """Rows of q, k and v with heads as the operator groups them, of one dtype."""
+    axes, found = core.axes, []
+    elements = (
+        (query, axes.q, feature),
+        (key, axes.k, feature),
+        (core.value, axes.k, core.value_feature),
+    )
+    for name, (element, token, at) in zip("qkv", elements):
+        candidates = find_rows(element, token, at, axes.h)
+        if not candidates:
+            return Declined(f"{name} is not laid out as rows of heads", element[0])
+        in_order = [rows for rows in candidates if rows.head == _group(axes.h, rows.heads)]
+        if not in_order:
+            head = shorten(candidates[0].head)
+            return Declined(f"query head h reads head {head} of {name}", candidates[0].node)
+        if name != "q":
+            in_order.append(without_repeats(in_order[-1], token, at, axes.h))
+        found.append(in_order)
+    return _alike(*found)
+
+
+def _alike(
+    q_rows: list[Rows], k_rows: list[Rows], v_rows: list[Rows]
+) -> tuple[Rows, Rows, Rows] | Declined:
+    """The earliest rows of one dtype, k and v of the same number of heads."""
+    for q, k, v in itertools.product(*(reversed(rows) for rows in (q_rows, k_rows, v_rows))):
+        if q.dtype == k.dtype == v.dtype and k.heads == v.heads:
+            return q, k, v
+    q, k, v = q_rows[0], k_rows[0], v_rows[0]
+    if q.dtype != k.dtype or k.dtype != v.dtype:
+        return Declined(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}", k.node)
+    return Declined(f"k has {k.heads} heads and v has {v.heads}", k.node)
+
+
+def _group(h: Index, heads: int) -> Expr | None:
+    """The key head that query head h reads when neighbours share one; None if they cannot."""
+    if heads == 1:
+        return ZERO
+    return None if int(h.size) % heads else Quotient(h, h.size // heads)
+
+
+def _head_vector(value: Expr | None, h: Index, graph: fx.Graph) -> HeadVector | Declined | None:
+    if value is None:
+        return None
+    cells = value.atoms(Cell)
+    if not cells:
+        heads = range(int(h.size))
+        return HeadVector(tuple(float(value.xreplace({h: sympy.Integer(i)})) for i in heads))
+    cell = next(iter(cells))
+    node = next((n for n in graph.nodes if n.name == cell.args[0].name), None)
+    factor = value / cell
+    places = [at for at in cell.args[1:] if at != ZERO]
+    if not factor.is_number or node is None or node.op != "get_attr" or places != [h]:
+        return Declined(f"one number per head expected: {shorten(value)}", node)
+    return HeadVector((), node, float(factor))
+
+
+def rewrite(plan: Plan, grafting: Grafting) -> None:
+    """Rows of q, k and v into paged_attention, its rows back into the closer's layout."""
+    score, relation = plan.score, plan.score.relation
+    q, k, v = (_as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value))
+    attended = grafting.call(
+        torch.ops.regraft.paged_attention.default,
+        q,
+        k,
+        v,
+        _pool("k", plan.key, grafting),
+        _pool("v", plan.value, grafting),
+        *(
+            grafting.sequence(n)
+            for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
+        ),
+        score.scale,
+        relation.window,
+        relation.chunk,
+        score.softcap,
+        _as_vector(plan.sinks, grafting),
+        _as_vector(plan.slopes, grafting),
+        shape=(TOKENS, plan.query.heads, plan.value.width),
+        dtype=plan.query.dtype,
+    )
+    grafting.replace(plan.closer, _as_result(attended, plan, grafting))
+    grafting.mask = str(score)
+
+
+def _as_rows(rows: Rows, grafting: Grafting) -> fx.Node:
+    """`[T, heads, width]`."""
+    node, shape = rows.node, list(rows.node.meta["shape"])
+    if rows.stride != 1 and rows.heads_dim is not None:
+        shape[rows.heads_dim] = rows.heads
+        every = (rows.heads_dim, 0, sys.maxsize, rows.stride)
+        node = grafting.call(aten.slice.Tensor, node, *every, shape=tuple(shape), dtype=rows.dtype)
+    dims = [rows.token_dim, *([] if rows.heads_dim is None else [rows.heads_dim]), rows.feature_dim]
+    for dim in reversed(range(len(shape))):
+        if dim not in dims:
+            del shape[dim]
+            node = grafting.call(
+                aten.select.int, node, dim, 0, shape=tuple(shape), dtype=rows.dtype
+            )
+            dims = [d - (d > dim) for d in dims]
+    if dims != sorted(dims):
+        shape = [shape[d] for d in dims]
+        node = grafting.call(aten.permute.default, node, dims, shape=tuple(shape), dtype=rows.dtype)
+    if rows.heads_dim is None:
+        shape = [TOKENS, 1, rows.width]
+        node = grafting.call(aten.unsqueeze.default, node, 1, shape=tuple(shape), dtype=rows.dtype)
+    return node
+
+
+def _pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
+    """The cache of these rows; layers that read the same rows share one."""
+    shared = rows.node.meta.get(f"pool of {name}")
+    if shared is not None and shared[0] == rows and shared[1] in grafting.inputs:
+        return grafting.inputs[shared[1]]
+    pool = grafting.row_pool(name, (rows.heads, rows.width), rows.dtype)
+    rows.node.meta[f"pool of {name}"] = (rows, grafting.row_specs[-1].name)
+    return pool
+
+
+def _as_vector(vector: HeadVector | None, grafting: Grafting) -> fx.Node | None:
+    if vector is None:
+        return None
+    if vector.node is None:
+        return _constant(torch.tensor(vector.values, dtype=torch.float32), grafting)
+    node, dtype = vector.node, vector.node.meta["dtype"]
+    heads = max(node.meta["shape"])
+    if len(node.meta["shape"]) != 1:
+        node = grafting.call(aten.reshape.default, node, [heads], shape=(heads,), dtype=dtype)
+    if vector.factor != 1.0:
+        node = grafting.call(aten.mul.Tensor, node, vector.factor, shape=(heads,), dtype=dtype)
+    return node
+
+
+def _constant(tensor: torch.Tensor, grafting: Grafting) -> fx.Node:
+    """A tensor that the graph does not have yet, as a buffer of its module."""
+    module = grafting.graph.owning_module
+    assert module is not None, "the graph belongs to no module"
+    name = f"constant_{len(list(module.buffers(recurse=False)))}"
+    closer = grafting.region.closer
+    module.register_buffer(name, tensor.to(_device_of(closer)), persistent=False)
+    with grafting.graph.inserting_before(closer):
+        node = grafting.graph.get_attr(name)
+    shape, meta = tuple(tensor.shape), closer.meta
+    node.meta.update(shape=shape, dtype=tensor.dtype, path=meta["path"], source=meta["source"])
+    return node
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = node.meta.get("val")
+    return value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
+
+
+def _as_result(attended: fx.Node, plan: Plan, grafting: Grafting) -> fx.Node:
+    """`[T, heads, width]` in the shape and dtype of the closer's result."""
+    shape, dtype = plan.closer.meta["shape"], plan.closer.meta["dtype"]
+    heads, width = plan.query.heads, plan.value.width
+    if plan.query.dtype != dtype:
+        attended = grafting.call(
+            aten._to_copy.default, attended, shape=(TOKENS, heads, width), dtype=dtype
+        )
+        attended.kwargs = {"dtype": dtype}
+    by_head = grafting.call(
+        aten.permute.default, attended, [1, 0, 2], shape=(heads, TOKENS, width), dtype=dtype
+    )
+    sizes = [-1 if size == TOKENS else int(size) for size in shape]
+    return grafting.call(aten.reshape.default, by_head, sizes, shape=shape, dtype=dtype)
+
+
+PASS = Pass(
+    "attention",
+    kind="attention",
+    operator="regraft::paged_attention",
+    pattern=pattern,
+    check=check,
+    rewrite=rewrite,
+)

@@ -1,0 +1,195 @@
+"""What goes into a softmax over keys, taken apart: product, scale, softcap, mask, bias by distance, sink.
+
+The score of query q and key k in head h is one formula (rewriter/elements.py). Softmax ignores whatever is the same for
+all keys, so such terms are dropped; if there is a column beside the keys (a sink), they are taken off it instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+
+from .formulas import Cell, Value, cases, in_one_request, number
+from .integers import Expr, Index, is_nonnegative
+from .masks import Relation, read_relation, shorten
+from .pattern import Declined
+
+MASKED = -1e30
+"""A finite score at or below this one has probability 0 in every floating-point format."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The indices of a score: query head, query token and key token (both in 0..T-1)."""
+
+    h: Index
+    q: Index
+    k: Index
+
+
+@dataclass(frozen=True)
+class Score:
+    """`scale * product` (or `softcap * tanh(scale * product / softcap)`) `+ slope * k`, where `relation` holds.
+
+    `product` is the cell of a matrix product of q and k. `slope` and `sink` are formulas in the head index: the score
+    of each key grows by slope * k, and `sink` is the score of one more column that has no value.
+    """
+
+    relation: Relation
+    product: Cell
+    scale: float
+    softcap: float = 0.0
+    slope: Expr | None = None
+    sink: Expr | None = None
+
+    def __str__(self) -> str:
+        parts = [str(self.relation)]
+        if self.slope is not None:
+            parts.append("+ slope[h]*k")
+        if self.softcap:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.sink is not None:
+            parts.append("sink[h]")
+        return "; ".join(parts)
+
+
+def read_score(
+    score: Value,
+    beside: Value | None,
+    axes: Axes,
+    is_product: Callable[[Cell], bool],
+    masked: float = MASKED,
+) -> Score | Declined:
+    """Take apart the score of (h, q, k), and `beside`, the score of the one column that is no key.
+
+    `is_product` says which cells are matrix products. Scores at or below `masked` count as minus infinity.
+    """
+    leaves = cases(_above(in_one_request(number(score)), masked))
+    open_leaves = [
+        (when, sympy.expand(leaf)) for when, leaf in leaves if not _is_masked(leaf, masked)
+    ]
+    relation = read_relation(sympy.Or(*(when for when, _ in open_leaves)), axes.q, axes.k)
+    if isinstance(relation, Declined):
+        return relation
+    formulas = {_causal(leaf, axes) for _, leaf in open_leaves}
+    if len(formulas) > 1:
+        return Declined(f"the score has {len(formulas)} formulas: {shorten(formulas)}")
+    terms = sympy.Add.make_args(formulas.pop())
+    products = [term for term in terms if any(is_product(cell) for cell in term.atoms(Cell))]
+    biases = [term for term in terms if term not in products and term.has(axes.k)]
+    same_for_all = [term for term in terms if term not in products and not term.has(axes.k)]
+    core = _read_product(sympy.Add(*products), is_product)
+    if isinstance(core, Declined):
+        return core
+    product, scale, softcap = core
+    slope = _read_slope(sympy.Add(*biases), axes)
+    if isinstance(slope, Declined):
+        return slope
+    if slope is not None and softcap:
+        return Declined("a bias on top of a softcap")
+    sink = None if beside is None else _read_sink(beside, sympy.Add(*same_for_all), axes, masked)
+    if isinstance(sink, Declined):
+        return sink
+    return Score(relation, product, scale, softcap, slope, sink)
+
+
+def _above(score: Expr, masked: float) -> Expr:
+    """The score without a lower limit that only masked scores are below."""
+    limits = {
+        m: sympy.Max(*(a for a in m.args if not (a.is_number and a <= masked)))
+        for m in score.atoms(sympy.Max)
+        if any(not a.is_number for a in m.args)
+    }
+    return score.xreplace(limits)
+
+
+def _is_masked(leaf: Expr, masked: float) -> bool:
+    offset = sympy.expand(leaf).as_coeff_Add()[0]
+    return leaf == -sympy.oo or offset == -sympy.oo or bool(offset <= masked)
+
+
+def _causal(formula: Expr, axes: Axes) -> Expr:
+    """The formula where k <= q: distances need no absolute value there."""
+    later = {axes.q: axes.k + Index("behind", axes.q.size)}
+    known = {}
+    for distance in formula.atoms(sympy.Abs):
+        inner = distance.args[0]
+        if is_nonnegative(sympy.expand(inner.xreplace(later))):
+            known[distance] = inner
+        elif is_nonnegative(sympy.expand(-inner.xreplace(later))):
+            known[distance] = -inner
+    return sympy.expand(formula.xreplace(known))
+
+
+def _read_product(
+    core: Expr, is_product: Callable[[Cell], bool]
+) -> tuple[Cell, float, float] | Declined:
+    """The product's cell, the scale and the softcap of `scale * cell` or `softcap * tanh(scale / softcap * cell)`."""
+    cells = core.atoms(Cell)
+    products = [cell for cell in cells if is_product(cell)]
+    if len(products) != 1:
+        return Declined(
+            f"the score is made of {len(products)} products of q and k: {shorten(core)}"
+        )
+    (product,) = products
+    scale, softcap = core.coeff(product), 0.0
+    capped = [factor for factor in sympy.Mul.make_args(core) if isinstance(factor, sympy.tanh)]
+    if len(capped) == 1:
+        cap = core / capped[0]
+        scale = sympy.expand(capped[0].args[0]).coeff(product) * cap
+        rebuilt = cap * sympy.tanh(scale / cap * product)
+        softcap = float(abs(cap)) if cap.is_number else 0.0
+    else:
+        rebuilt = scale * product
+    same = sympy.expand(core - rebuilt)
+    if not scale.is_number:
+        return Declined(f"the scale of the scores is no constant: {shorten(core)}")
+    if same != 0 and not _same_function(core, rebuilt, product):
+        return Declined(
+            f"the score is no known function of the product of q and k: {shorten(core)}"
+        )
+    return product, float(scale), softcap
+
+
+def _same_function(core: Expr, rebuilt: Expr, product: Cell) -> bool:
+    """Equal but for the rounding of their constants."""
+    if core.free_symbols - product.free_symbols or (core.atoms(Cell) - {product}):
+        return False
+    x = sympy.Dummy(real=True)
+    one, two = (e.xreplace({product: x}) for e in (core, rebuilt))
+    if one.free_symbols - {x}:
+        return False
+    probes = (-7.0, -0.3, 0.0, 0.5, 11.0)
+    return all(
+        abs(one.subs(x, p) - two.subs(x, p)) <= 1e-12 * (1 + abs(two.subs(x, p))) for p in probes
+    )
+
+
+def _read_slope(bias: Expr, axes: Axes) -> Expr | Declined | None:
+    """The slope of a bias that grows evenly with the key's index."""
+    if bias == 0:
+        return None
+    slope = sympy.expand(bias).coeff(axes.k)
+    rest = sympy.expand(bias - slope * axes.k)
+    if rest != 0 or slope.free_symbols - _names(slope) - {axes.h}:
+        return Declined(f"the score has a further term: {shorten(bias)}")
+    return slope
+
+
+def _read_sink(
+    beside: Value, same_for_all: Expr, axes: Axes, masked: float
+) -> Expr | Declined | None:
+    value = sympy.expand(in_one_request(number(beside)))
+    if _is_masked(value, masked):
+        return None
+    value = sympy.expand(value - same_for_all)
+    if value.free_symbols - _names(value) - {axes.h}:
+        return Declined(f"the column beside the keys depends on the token: {shorten(value)}")
+    return value
+
+
+def _names(value: Expr) -> set[sympy.Symbol]:
+    """The symbols in a formula that are only names of nodes."""
+    return {cell.args[0] for cell in value.atoms(Cell)}
