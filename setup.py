@@ -9,6 +9,7 @@ FOLDERS = ("rewriter", "passes", "runtime", "kernels")
 found = find_namespace_packages(".", include=[p for f in FOLDERS for p in (f, f"{f}.*")])
 
 setup(
+    script_name="setup.py",  # tells the build to leave this file out of the package at its side
     package_dir={"regraft": "."},
     packages=["regraft", *(f"regraft.{name}" for name in sorted(found))],
     package_data={"regraft": ["py.typed"]},
