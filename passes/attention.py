@@ -8,6 +8,7 @@ k and v as they are before heads are repeated.
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from regraft.rewriter.integers import ZERO, Expr, Index, Quotient
 from regraft.rewriter.masks import shorten
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.scores import MASKED, Score, read_score
+
+from .row_formula import is_expressible, row_values
 
 aten = torch.ops.aten
 
@@ -52,6 +55,8 @@ class Plan:
     value: Rows
     slopes: HeadVector | None
     sinks: HeadVector | None
+    by_distance: Rows | None
+    query_index: Index
 
 
 def check(core: Core) -> Plan | Declined:
@@ -69,16 +74,26 @@ def check(core: Core) -> Plan | Declined:
     rows = _matching_rows(core, left, right, feature)
     if isinstance(rows, Declined):
         return _at(rows, core)
-    vectors = [_head_vector(v, axes.h, core.closer.graph) for v in (score.slope, score.sink)]
-    for vector in vectors:
-        if isinstance(vector, Declined):
-            return _at(vector, core)
-    return Plan(core.closer, score, *rows, *vectors)  # type: ignore[arg-type]
+    slopes = _head_vector(score.slope, axes.h, core.closer.graph)
+    if isinstance(slopes, Declined):
+        return _at(slopes, core)
+    sinks = _head_vector(score.sink, axes.h, core.closer.graph)
+    if isinstance(sinks, Declined):
+        return _at(sinks, core)
+    if slopes is not None and sinks is not None:
+        return _at(Declined("sinks together with a slope by position"), core)
+    by_distance = _distance_rows(score, core)
+    if isinstance(by_distance, Declined):
+        return _at(by_distance, core)
+    return Plan(core.closer, score, *rows, slopes, sinks, by_distance, axes.q)
 
 
 def _at(declined: Declined, core: Core) -> Declined:
-    """The reason with a node: the softmax, unless it names a better one."""
-    return Declined(declined.reason, declined.node or core.softmax, 0.5, declined.fix)
+    """The reason with a node: its own, or the first one that its formula names, or the softmax."""
+    named = dict.fromkeys(re.findall(r"(\w+)\[", declined.reason))
+    nodes = {node.name: node for node in core.closer.graph.nodes if node.name in named}
+    first = next((nodes[name] for name in named if name in nodes), core.softmax)
+    return Declined(declined.reason, declined.node or first, 0.5, declined.fix)
 
 
 def _matching_rows(
@@ -141,6 +156,20 @@ def _head_vector(value: Expr | None, h: Index, graph: fx.Graph) -> HeadVector | 
     return HeadVector((), node, float(factor))
 
 
+def _distance_rows(score: Score, core: Core) -> Rows | Declined | None:
+    """The tensor [T, heads, distances] of a bias by distance."""
+    if score.by_distance is None:
+        return None
+    cell, factor = score.by_distance.cell, score.by_distance.factor
+    if not is_expressible(factor, core.axes.q):
+        return Declined(f"the bias by distance is scaled by {shorten(factor)}")
+    node = next(n for n in core.closer.graph.nodes if n.name == cell.args[0].name)
+    distance = next(at for at in cell.args[1:] if isinstance(at, Index) and at.name == "distance")
+    rows = find_rows((node, cell.args[1:]), core.axes.q, distance, core.axes.h)
+    in_order = [r for r in rows if r.heads == core.axes.h.size and r.head == core.axes.h]
+    return in_order[-1] if in_order else Declined("the bias is not laid out as rows of heads", node)
+
+
 def rewrite(plan: Plan, grafting: Grafting) -> None:
     """Rows of q, k and v into paged_attention, its rows back into the closer's layout."""
     score, relation = plan.score, plan.score.relation
@@ -162,6 +191,7 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         score.softcap,
         _as_vector(plan.sinks, grafting),
         _as_vector(plan.slopes, grafting),
+        _distance_bias(plan, grafting),
         shape=(TOKENS, plan.query.heads, plan.value.width),
         dtype=plan.query.dtype,
     )
@@ -191,6 +221,22 @@ def _as_rows(rows: Rows, grafting: Grafting) -> fx.Node:
         shape = [TOKENS, 1, rows.width]
         node = grafting.call(aten.unsqueeze.default, node, 1, shape=tuple(shape), dtype=rows.dtype)
     return node
+
+
+def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
+    """`[T, heads, distances]`."""
+    rows, bias = plan.by_distance, plan.score.by_distance
+    if rows is None or bias is None:
+        return None
+    entries, shape = _as_rows(rows, grafting), (TOKENS, rows.heads, rows.width)
+    factor = row_values(bias.factor, plan.query_index, grafting)
+    if isinstance(factor, float):
+        if factor == 1.0:
+            return entries
+        return grafting.call(aten.mul.Scalar, entries, factor, shape=shape, dtype=rows.dtype)
+    for size in ((TOKENS, 1), (TOKENS, 1, 1)):
+        factor = grafting.call(aten.unsqueeze.default, factor, 1, shape=size, dtype=torch.float32)
+    return grafting.call(aten.mul.Tensor, entries, factor, shape=shape, dtype=torch.float32)
 
 
 def _pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .formulas import (
+    Cell,
     Choose,
     Value,
     cases,
@@ -27,7 +28,7 @@ from .formulas import (
     relate,
     seg,
 )
-from .indexing import Coordinates, argument, arguments, broadcast, size_value, sizes_of
+from .indexing import Coordinates, argument, arguments, broadcast, size_value, sizes_of, trace
 from .integers import ZERO, Condition, Expr, Index, Quotient, compare, is_nonnegative, remainder
 
 if TYPE_CHECKING:
@@ -302,7 +303,10 @@ def _gather(elements: Elements, node: fx.Node, coordinates: Coordinates) -> Valu
     source, dim, index = arguments(node)[:3]
     dim = dim % len(coordinates)
     at = _integer(elements.at(index, coordinates))
-    return elements.at(source, (*coordinates[:dim], at, *coordinates[dim + 1 :]))
+    place = (*coordinates[:dim], at, *coordinates[dim + 1 :])
+    value = elements.at(source, place)
+    # A table computed from rows is one unknown: what it was computed from says nothing about its entries.
+    return elements.cell(*trace(source, place)[-1]) if value.atoms(Cell) else value
 
 
 def _index_select(elements: Elements, node: fx.Node, coordinates: Coordinates) -> Value:

@@ -184,11 +184,32 @@ def _variable_bounds(e: Expr) -> tuple[Bound, Bound]:
         low, high = (b if b is None else Quotient(b, e.args[1]) for b in bounds(e.args[0]))
         return low, high
     if isinstance(e, (sympy.Max, sympy.Min)):
-        # One bounded argument bounds a maximum from below and a minimum from above.
-        side = 0 if isinstance(e, sympy.Max) else 1
-        sure = next((b for b in (bounds(a)[side] for a in e.args) if b is not None), None)
-        return (sure, None) if side == 0 else (None, sure)
+        return _extremum_bounds(e)
     return (ZERO, None) if e.is_nonnegative else (None, None)
+
+
+def _extremum_bounds(e: Expr) -> tuple[Bound, Bound]:
+    """One argument's limit bounds a maximum from below; to bound it from above takes a limit of all."""
+    largest = isinstance(e, sympy.Max)
+    lows, highs = zip(*(bounds(a) for a in e.args))
+    one_sided, all_sided = (lows, highs) if largest else (highs, lows)
+    sign = 1 if largest else -1
+    either = next((b for b in one_sided if b is not None), None)
+    outer = None
+    if None not in all_sided:
+        above_all = (b for b in all_sided if all(is_nonnegative(sign * (b - o)) for o in all_sided))
+        outer = next(above_all, None)
+    return (either, outer) if largest else (outer, either)
+
+
+def decide_extrema(e: Expr) -> Expr:
+    """The expression without each `Max` and `Min` that the ranges of the indices decide."""
+    for found in sorted(e.atoms(sympy.Max, sympy.Min), key=sympy.count_ops):
+        sign = 1 if isinstance(found, sympy.Max) else -1
+        for winner in found.args:
+            if all(is_nonnegative(sympy.expand(sign * (winner - a))) for a in found.args):
+                return decide_extrema(e.xreplace({found: winner}))
+    return e
 
 
 def _split_digits(e: Expr) -> Expr:

@@ -77,14 +77,27 @@ def read_relation(allowed: Condition, q: Index, k: Index) -> Relation | Declined
     bands = _union([band for band in bands if not band.empty])
     unknown = sorted({str(shorten(c)) for band in bands for c in band.unknown})
     if unknown:
-        return Declined(
-            f"the mask has a condition that no parameter expresses: {' & '.join(unknown)}"
-        )
+        return Declined(f"the mask is no relation of positions: {' & '.join(unknown)}")
     if not bands:
         return Declined("the mask lets no key through")
     if len(bands) > 1:
         return Declined(f"the mask is no single window: {shorten(allowed)}")
     return _parameters(bands[0])
+
+
+def is_possible(condition: Condition, q: Index, k: Index) -> bool:
+    """Whether some query and key satisfy the condition, as far as is known."""
+    bands = _bands(in_one_request(condition), q, k)
+    return bands is None or any(not band.empty for band in bands)
+
+
+def distances(condition: Condition, q: Index, k: Index) -> tuple[int | None, int | None] | None:
+    """The least and the greatest q - k that satisfy a condition on it (chunks aside); None if it is none."""
+    bands = _bands(in_one_request(condition), q, k)
+    bands = None if bands is None else _union(bands)
+    if bands is None or len(bands) != 1 or bands[0].unknown:
+        return None
+    return bands[0].low, bands[0].high
 
 
 def _parameters(band: _Band) -> Relation | Declined:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import sympy
 
+from .distance_bias import DistanceBias, read_distance_bias
 from .formulas import Cell, Value, cases, in_one_request, number
-from .integers import Expr, Index, is_nonnegative
-from .masks import Relation, read_relation, shorten
+from .integers import ZERO, Condition, Expr, Index, is_nonnegative
+from .masks import Relation, is_possible, read_relation, shorten
 from .pattern import Declined
 
 MASKED = -1e30
@@ -31,10 +32,11 @@ class Axes:
 
 @dataclass(frozen=True)
 class Score:
-    """`scale * product` (or `softcap * tanh(scale * product / softcap)`) `+ slope * k`, where `relation` holds.
+    """`scale * product` (or `softcap * tanh(scale * product / softcap)`) plus a bias, where `relation` holds.
 
-    `product` is the cell of a matrix product of q and k. `slope` and `sink` are formulas in the head index: the score
-    of each key grows by slope * k, and `sink` is the score of one more column that has no value.
+    `product` is the cell of a matrix product of q and k. The bias is `slope * k`, or `by_distance`: an
+    entry per query, head and distance q - k, 0 beyond the last distance. `sink` is the score
+    of one more column that has no value. `slope` and `sink` are formulas in the head index.
     """
 
     relation: Relation
@@ -42,12 +44,15 @@ class Score:
     scale: float
     softcap: float = 0.0
     slope: Expr | None = None
+    by_distance: DistanceBias | None = None
     sink: Expr | None = None
 
     def __str__(self) -> str:
         parts = [str(self.relation)]
         if self.slope is not None:
             parts.append("+ slope[h]*k")
+        if self.by_distance is not None:
+            parts.append("+ bias[q, h, q - k]")
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
@@ -68,31 +73,63 @@ def read_score(
     """
     leaves = cases(_above(in_one_request(number(score)), masked))
     open_leaves = [
-        (when, sympy.expand(leaf)) for when, leaf in leaves if not _is_masked(leaf, masked)
+        (when, leaf)
+        for when, leaf in leaves
+        if not _is_masked(leaf, masked) and is_possible(when, axes.q, axes.k)
     ]
     relation = read_relation(sympy.Or(*(when for when, _ in open_leaves)), axes.q, axes.k)
     if isinstance(relation, Declined):
         return relation
-    formulas = {_causal(leaf, axes) for _, leaf in open_leaves}
-    if len(formulas) > 1:
-        return Declined(f"the score has {len(formulas)} formulas: {shorten(formulas)}")
-    terms = sympy.Add.make_args(formulas.pop())
-    products = [term for term in terms if any(is_product(cell) for cell in term.atoms(Cell))]
-    biases = [term for term in terms if term not in products and term.has(axes.k)]
-    same_for_all = [term for term in terms if term not in products and not term.has(axes.k)]
-    core = _read_product(sympy.Add(*products), is_product)
+    parts = [_split(when, _causal(leaf, axes), axes, is_product) for when, leaf in open_leaves]
+    if len({(part.core, part.same_for_all) for part in parts}) > 1:
+        formulas = sorted({shorten(leaf) for _, leaf in open_leaves})
+        return Declined(f"the score has {len(formulas)} formulas: {'; '.join(formulas)}")
+    core = _read_product(parts[0].core, is_product)
     if isinstance(core, Declined):
         return core
-    product, scale, softcap = core
-    slope = _read_slope(sympy.Add(*biases), axes)
-    if isinstance(slope, Declined):
-        return slope
-    if slope is not None and softcap:
-        return Declined("a bias on top of a softcap")
-    sink = None if beside is None else _read_sink(beside, sympy.Add(*same_for_all), axes, masked)
+    bias = _read_bias(parts, axes)
+    if isinstance(bias, Declined):
+        return bias
+    sink = None if beside is None else _read_sink(beside, parts[0].same_for_all, axes, masked)
     if isinstance(sink, Declined):
         return sink
-    return Score(relation, product, scale, softcap, slope, sink)
+    return Score(relation, *core, *bias, sink)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The terms of one formula of the score, and the condition under which it is the score."""
+
+    when: Condition
+    core: Expr
+    bias: Expr
+    same_for_all: Expr
+
+
+def _split(
+    when: Condition, formula: Expr, axes: Axes, is_product: Callable[[Cell], bool]
+) -> _Parts:
+    terms = sympy.Add.make_args(formula)
+    core = [term for term in terms if any(is_product(cell) for cell in term.atoms(Cell))]
+    bias = [term for term in terms if term not in core and term.has(axes.k)]
+    same_for_all = [term for term in terms if term not in core and not term.has(axes.k)]
+    return _Parts(when, *(sympy.Add(*part) for part in (core, bias, same_for_all)))
+
+
+def _read_bias(
+    parts: list[_Parts], axes: Axes
+) -> tuple[Expr | None, DistanceBias | None] | Declined:
+    """(slope, bias by distance): what is added to the product."""
+    biases = {part.bias for part in parts}
+    if biases == {ZERO}:
+        return None, None
+    if any(cell.has(axes.k) for bias in biases for cell in bias.atoms(Cell)):
+        found = read_distance_bias([(part.when, part.bias) for part in parts], axes.q, axes.k)
+        return found if isinstance(found, Declined) else (None, found)
+    if len(biases) > 1:
+        return Declined(f"the score has {len(biases)} biases: {shorten(biases)}")
+    slope = _read_slope(biases.pop(), axes)
+    return slope if isinstance(slope, Declined) else (slope, None)
 
 
 def _above(score: Expr, masked: float) -> Expr:
@@ -167,11 +204,9 @@ def _same_function(core: Expr, rebuilt: Expr, product: Cell) -> bool:
     )
 
 
-def _read_slope(bias: Expr, axes: Axes) -> Expr | Declined | None:
+def _read_slope(bias: Expr, axes: Axes) -> Expr | Declined:
     """The slope of a bias that grows evenly with the key's index."""
-    if bias == 0:
-        return None
-    slope = sympy.expand(bias).coeff(axes.k)
+    slope = bias.coeff(axes.k)
     rest = sympy.expand(bias - slope * axes.k)
     if rest != 0 or slope.free_symbols - _names(slope) - {axes.h}:
         return Declined(f"the score has a further term: {shorten(bias)}")
