@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import traceback
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import sympy
 import torch
@@ -15,13 +15,17 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .admit import admit, inner_model
 from .errors import RewriteError
-from .graph import CapturedGraph
+from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
-from .lift import lift
+from .lift import lift, own_files
+from .module_leaf import attach_calls
 from .normal_form import normalize
+from .opaque import OpaqueModules, Settings, Untraceable, example_row
 from .sizes import Interval, guard_interval
 from .untouched import configs_of, untouched
+from .watch import Watch
 
 EXAMPLE_TOKENS = 37
 """Length of the traced row: odd and no multiple of a block size, so that no division comes out even by chance."""
@@ -32,101 +36,162 @@ _PREFIX = "model."
 def capture(model: nn.Module) -> CapturedGraph:
     """Trace `model(input_ids, position_ids)` without a cache over one row of T tokens, T symbolic.
 
-    The model comes out untouched, also on an error. Works on the meta device. Raises RewriteError if the model cannot
-    be traced, or only for fixed numbers of tokens.
+    What cannot be traced for every T becomes opaque: the functions of rewriter/leaves.py, and the smallest modules
+    that fix T, guard on it beyond a lower and an upper bound, or branch on data (rewriter/module_leaf.py). The graph
+    is in normal form. The model comes out untouched, also on an error; it may be on the meta device. Raises
+    RewriteError if the model cannot be captured, with what to do about it.
     """
-    with untouched(model), traceable(model), leaves_in_place(model), torch.no_grad():
-        row = _PackedRow(model)
-        program = _export(row)
-        symbol, where = _token_range(program)
-        program = program.run_decompositions({})
+    admit(model)
+    settings = implementations(model)
+    with untouched(model), torch.no_grad():
+        model.eval()
+        row = _PackedRow(model, OpaqueModules(model, settings))
+        with settings(model), leaves_in_place(model):
+            program, symbol, where = _trace(row)
     captured = lift(program, row, _PREFIX, symbol, where)
     normalize(captured.module)
+    attach_calls(captured.graph)
+    _check_logits(captured)
     return captured
 
 
 class _PackedRow(nn.Module):
     """The traced call: `(input_ids [1, T], position_ids [1, T]) -> logits [1, T, vocab]`, no cache, no mask."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, opaque: OpaqueModules) -> None:
         super().__init__()
         self.model = model
-        accepted = accepted_arguments(model)
+        accepted = inspect.signature(inner_model(model).forward).parameters
         self._takes_positions = "position_ids" in accepted
         self._extra = {"use_cache": False} if "use_cache" in accepted else {}
+        self.opaque = opaque
+        self.watch: Watch | None = None
         self.train(model.training)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         torch._check(input_ids.shape[1] == position_ids.shape[1])
+        self.opaque.starts()
+        if self.watch is not None:
+            self.watch.starts(input_ids.shape[1])  # type: ignore[arg-type]
         positions = {"position_ids": position_ids} if self._takes_positions else {}
-        return self.model(input_ids=input_ids, **positions, **self._extra).logits
+        logits: torch.Tensor = self.model(input_ids=input_ids, **positions, **self._extra).logits
+        return logits
+
+    def run(self, length: int) -> torch.Tensor:
+        """A real pass over a row of this length."""
+        output: torch.Tensor = self(*example_row(length, next(self.parameters()).device))
+        return output
 
 
-def accepted_arguments(model: nn.Module) -> set[str]:
-    """Names that the model's forward takes (of the model inside, where an adapter passes everything through)."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return set(inspect.signature(inner.forward).parameters)
+def implementations(model: nn.Module) -> Settings:
+    """The implementations to trace `model` with: a context manager that selects them in a module of the model.
 
-
-@contextlib.contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
-    """Select the traceable implementations for the time of a capture: sdpa (or eager) and batched experts."""
-    refusing = {
-        id(module.config)
-        for module in model.modules()
-        if hasattr(module, "_supports_sdpa") and not module._supports_sdpa
+    Attention is sdpa if every class of the model allows it, else eager; experts are batched (row-local by algebra).
+    """
+    eager = any(getattr(module, "_supports_sdpa", True) is False for module in model.modules())
+    chosen = {
+        "_attn_implementation_internal": "eager" if eager else "sdpa",
+        "_experts_implementation_internal": "batched_mm",
     }
-    configs = configs_of(model)
-    for config in configs:
-        config._attn_implementation_internal = "eager" if refusing else "sdpa"
-        config._experts_implementation_internal = "batched_mm"
-        if hasattr(config, "return_dict"):
-            config.return_dict = True
-    with sdpa_kernel(SDPBackend.MATH), _quiet():
-        yield
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Export explains at length what Regraft reads from the guards."""
-    logger = logging.getLogger("torch.export")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+    @contextlib.contextmanager
+    def select(module: nn.Module) -> Iterator[None]:
+        configs = configs_of(module)
+        with untouched(module):
+            for config in configs:
+                vars(config).update(chosen)
+                config.return_dict = True
             yield
+
+    return select
+
+
+def _trace(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
+    """Export, making opaque what stands in the way, until the program holds for an interval of T."""
+    while True:
+        try:
+            return _attempt(row)
+        except Untraceable as reason:
+            row.opaque.add(reason)
+            row.opaque.learn(row.run)
+
+
+def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
+    names = {id(vars(module)): name for name, module in row.model.named_modules()}
+    row.watch = watch = Watch(names)
+    try:
+        with watch, row.opaque.in_place():
+            program = _export(row)
+    except RuntimeError as error:  # what torch raises for data-dependent control flow, and what leaves raise
+        raise Untraceable(watch.path_of_failure, _first_line(error), _line_of(error, row)) from error
     finally:
-        logger.setLevel(level)
+        row.watch = None
+    where = _token_range(watch)
+    assert watch.symbol is not None
+    return program.run_decompositions({}), watch.symbol, where
 
 
 def _export(row: _PackedRow) -> ExportedProgram:
     device = next(row.parameters()).device
     ids = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device=device)
     positions = torch.arange(EXAMPLE_TOKENS, device=device)[None]
-    return torch.export.export(
-        row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
-    )
+    with sdpa_kernel(SDPBackend.MATH), _quiet():
+        return torch.export.export(
+            row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
+        )
 
 
-def _token_range(program: ExportedProgram) -> tuple[sympy.Symbol, Interval]:
-    """Export's symbol for T, and the interval in which every guard on it holds."""
-    ids = next(node for node in program.graph.nodes if node.name == "input_ids")
-    tokens: Any = ids.meta["val"].shape[1]
-    if isinstance(tokens, int):
-        raise RewriteError(f"the trace holds for exactly {tokens} tokens")
-    symbol = tokens.node.expr
-    where = Interval(2)
-    for constraint in (program.range_constraints.get(symbol),):
-        if constraint is not None:
-            where = where.meet(Interval(int(constraint.lower), None if constraint.upper > (1 << 40) else int(constraint.upper)))
-    for guard in ids.meta["val"].fake_mode.shape_env.guards:
-        if guard.expr.free_symbols != {symbol}:
-            continue
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Export explains at length what is read from its guards here."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _token_range(watch: Watch) -> Interval:
+    """The interval in which every guard on T holds; Untraceable for one that fixes T."""
+    symbol, shape_env = watch.symbol, watch.shape_env
+    assert symbol is not None and shape_env is not None
+    where = Interval(2)  # export takes sizes 0 and 1 apart from all others
+    for index, guard in enumerate(shape_env.guards):
+        if guard.expr.free_symbols != {symbol} or "contiguous" in str(guard.sloc):
+            continue  # a question about strides only decides whether something is copied
         interval = guard_interval(guard.expr, symbol, EXAMPLE_TOKENS)
         if interval is None:
-            raise RewriteError(
-                f"the trace holds only where {guard.expr} (T = {symbol})", source=str(guard.sloc)
-            )
+            problem = f"it holds only where {guard.expr} (T is {symbol})"
+            raise Untraceable(watch.path_of_guard(index), problem, str(guard.sloc))
         where = where.meet(interval)
-    return symbol, where
+    return where
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _line_of(error: BaseException, row: nn.Module) -> str:
+    """The innermost line of the model's own code that an error passed through."""
+    files = own_files(row)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+
+
+def _check_logits(captured: CapturedGraph) -> None:
+    (_, tokens) = shape_of(next(node for node in captured.graph.nodes if node.target == "input_ids"))
+    shape = shape_of(captured.logits)
+    if len(shape) != 3 or shape[:2] != (1, tokens):
+        raise RewriteError(
+            f"the model returns logits of shape {shape} for ids of shape (1, {tokens})",
+            fix="only a model that returns one row of logits per input token can be served",
+        )

@@ -13,7 +13,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from .errors import RewriteError
 from .graph import TOKENS, CapturedGraph
 from .sizes import Interval, simplify_size
 
@@ -28,6 +27,10 @@ def lift(
 
     `prefix` is the wrapper's part of every module path and weight name ("model."); `symbol` is export's symbol for
     the number of tokens, and `where` the interval in which the graph is right.
+
+    What the forward writes into the model's own tensors is left out of the graph, which computes it afresh from what
+    they hold; `module.meta["writes"]` names those tensors. If it is not empty, the graph speaks for the model as it is
+    now: after a forward pass of the model's own, it has to be captured again.
     """
     held: dict[str, torch.Tensor] = {
         **dict(holder.named_buffers(remove_duplicate=False)),
@@ -53,6 +56,7 @@ def lift(
         else:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     module = fx.GraphModule(root, graph)
+    module.meta["writes"] = _written_names(program, prefix)
     facts = _Facts(holder, prefix, symbol, where)
     for node in graph.nodes:
         facts.fill(node)
@@ -67,31 +71,20 @@ def _set(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def _logits(program: ExportedProgram, node: fx.Node, copied: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The user's output. Writes to buffers are dropped, if each call computes them afresh."""
-    results: list[fx.Node] = []
-    for spec, value in zip(program.graph_signature.output_specs, node.args[0], strict=True):
-        if spec.kind == OutputKind.USER_OUTPUT:
-            results.append(copied[value])
-        elif spec.target in _read_before_write(program, value):
-            raise RewriteError(
-                f"the forward pass updates its own {spec.target!r} from its former value: it has a memory of earlier calls",
-                fix="a served model must be a function of its inputs",
-            )
-    (logits,) = results
+    """The user's output, without what the forward writes back into the model's own tensors."""
+    specs = program.graph_signature.output_specs
+    (logits,) = [
+        copied[value]
+        for spec, value in zip(specs, node.args[0], strict=True)
+        if spec.kind == OutputKind.USER_OUTPUT
+    ]
     return logits
 
 
-def _read_before_write(program: ExportedProgram, value: fx.Node) -> set[str]:
-    """Names of the buffers and parameters that `value` is computed from."""
-    targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
-    seen: set[fx.Node] = set()
-    stack = [value]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return {targets[node.name] or "" for node in seen if node.op == "placeholder"}
+def _written_names(program: ExportedProgram, prefix: str) -> tuple[str, ...]:
+    """Names of the tensors of the model that the forward writes into."""
+    specs = program.graph_signature.output_specs
+    return tuple((s.target or "").removeprefix(prefix) for s in specs if s.kind != OutputKind.USER_OUTPUT)
 
 
 class _Facts:
@@ -104,7 +97,7 @@ class _Facts:
         self._prefix = prefix
         self._symbol = symbol
         self._where = where
-        self._own_files = {_file_of(type(module)) for module in holder.modules()} - {__file__}
+        self._own_files = own_files(holder)
 
     def fill(self, node: fx.Node) -> None:
         value = node.meta.get("val")
@@ -133,10 +126,18 @@ class _Facts:
     def _source(self, node: fx.Node) -> str:
         frames = [match.groupdict() for match in _FRAME.finditer(node.meta.get("stack_trace") or "")]
         own = [frame for frame in frames if frame["file"] in self._own_files]
-        if not frames or (not own and frames[-1]["file"] == __file__):
+        if not frames:
             return ""
         frame = (own or frames)[-1]
         return f"{os.path.basename(frame['file'])}:{frame['line']}: {frame['code'].strip()}"
+
+
+def own_files(holder: nn.Module) -> set[str]:
+    """The files that the model's classes are written in (not torch's, not this package's)."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    files = {_file_of(kind) for kind in {type(module) for module in holder.modules()}}
+    torch_files = os.path.dirname(os.path.abspath(torch.__file__))
+    return {f for f in files if not f.startswith((torch_files, os.path.join(package, "rewriter")))} - {""}
 
 
 def _file_of(kind: type) -> str:

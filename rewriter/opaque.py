@@ -1,0 +1,171 @@
+"""The modules of one model that a capture keeps opaque: which they are, what they return, and their stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import RewriteError
+from .leaves import LeafUnsupported
+from .module_leaf import (
+    Example,
+    ModuleCall,
+    emit,
+    example_of,
+    find_tokens,
+    shapes_in_tokens,
+    split_arguments,
+)
+from .untouched import untouched, writes_undone
+
+LENGTHS = (37, 50, 71)
+"""Lengths of the example calls: enough to tell a size that grows with T from one in blocks of it."""
+
+_serial = itertools.count()
+
+Settings = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
+
+
+class Untraceable(Exception):
+    """A module that cannot be traced as it is. `path` in the model, `problem`, and where in the model's code."""
+
+    def __init__(self, path: str, problem: str, source: str = "") -> None:
+        super().__init__(problem)
+        self.path = path
+        self.problem = problem
+        self.source = source
+
+
+class OpaqueModules:
+    """Grows, attempt by attempt, the set of modules that a trace must not look into."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._modules = dict(model.named_modules())
+        self._model = model
+        self._settings = settings
+        self._serial = next(_serial)
+        self.paths: set[str] = set()
+        self._examples: dict[str, list[list[Example]]] = {}
+        self._writes: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+        self._calls_seen: dict[str, int] = {}
+        self._calls: dict[str, ModuleCall] = {}  # keeps them alive until a graph does
+
+    def add(self, reason: Untraceable) -> None:
+        """Make the module opaque, and its twins elsewhere in the model; its parent if it is opaque already."""
+        path = reason.path
+        while path in self.paths:
+            path = path.rpartition(".")[0]
+        if path == "":
+            raise RewriteError(
+                f"the model cannot be traced for every number of tokens: {reason.problem}",
+                path=reason.path,
+                source=reason.source,
+                fix="this is outside any module that could be run as a whole; the model's own code must change",
+            ) from reason
+        kind = _twin_key(self._modules[path])
+        twins = {name for name, module in self._modules.items() if name and _twin_key(module) == kind}
+        kept = {name for name in self.paths if not any(_inside(name, twin) for twin in twins)}
+        self.paths = kept | {name for name in twins if not any(_inside(name, other) for other in twins)}
+
+    def learn(self, run: Callable[[int], object]) -> None:
+        """Run the real model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
+        self._examples = {path: [[] for _ in LENGTHS] for path in self.paths}
+        self._writes = {path: {} for path in self.paths}
+        for index, length in enumerate(LENGTHS):
+            with untouched(self._model), writes_undone(self._model):
+                for path in self.paths:
+                    module = self._modules[path]
+                    module.forward = self._recorder(path, module, index)  # type: ignore[method-assign]
+                run(length)
+
+    def _recorder(self, path: str, module: nn.Module, index: int) -> Callable[..., Any]:
+        forward = module.forward
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            output, example, written = example_of(forward, module, args, kwargs)
+            self._examples[path][index].append(example)
+            self._writes[path].update({(id(owner), name): (owner, name) for owner, name in written})
+            return output
+
+        return record
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """For the time of a trace, let each opaque module emit its operator."""
+        saved = [(self._modules[path], vars(self._modules[path]).get("forward")) for path in self.paths]
+        try:
+            for path in self.paths:
+                module = self._modules[path]
+                module.forward = self._stand_in(path, module)  # type: ignore[method-assign]
+            yield
+        finally:
+            for module, forward in saved:
+                del vars(module)["forward"]
+                if forward is not None:
+                    vars(module)["forward"] = forward
+
+    def starts(self) -> None:
+        """To be called where a pass over the model begins."""
+        self._calls_seen.clear()
+
+    def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            number = self._calls_seen.get(path, 0)
+            self._calls_seen[path] = number + 1
+            tensors, sizes, arguments, spec = split_arguments(args, kwargs, path)
+            examples = self._examples_of(path, number)
+            taken = shapes_in_tokens(LENGTHS, [example.arguments for example in examples], path)
+            results = shapes_in_tokens(LENGTHS, [example.results for example in examples], path)
+            call = ModuleCall(
+                key=f"{self._serial}:{path}:{number}",
+                path=path,
+                module=module,
+                forward=forward,
+                settings=self._settings,
+                arguments=arguments,
+                argument_spec=spec,
+                results=results,
+                result_spec=examples[0].result_spec,
+                tokens_at=find_tokens(taken),
+                writes=tuple(self._writes[path].values()),
+            )
+            self._calls[call.key] = call
+            return emit(call, tensors, sizes)
+
+        return stand_in
+
+    def _examples_of(self, path: str, number: int) -> Sequence[Example]:
+        """What call number `number` looked like at each of the lengths."""
+        if any(len(calls) <= number for calls in self._examples[path]):
+            raise LeafUnsupported(f"{path} is called more often in the trace than in a real pass")
+        examples = [calls[number] for calls in self._examples[path]]
+        problem = next((example.problem for example in examples if example.problem), "")
+        if problem or any(example.result_spec != examples[0].result_spec for example in examples):
+            raise LeafUnsupported(f"{path}: {problem or 'it returns another structure at another length'}")
+        return examples
+
+
+def _inside(name: str, other: str) -> bool:
+    return name.startswith(other + ".")
+
+
+def _twin_key(module: nn.Module) -> tuple[Any, ...]:
+    """Equal for modules that run the same code over the same kind of submodules."""
+    return (
+        type(module),
+        tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
+        tuple((name, _twin_key(child)) for name, child in module.named_children()),
+    )
+
+
+def example_row(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and positions of a row to run a model on: ids 0 and 1, positions that a short table covers."""
+    index = torch.arange(length, device=device)
+    return (index % 2)[None], (index % 32)[None]

@@ -1,0 +1,81 @@
+"""Who asked: which module of the model was running when the trace asked about the number of tokens, or failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+
+class Watch:
+    """While entered, follows every call of a named module; afterwards maps guards and a failure to module paths.
+
+    `names` maps `id(vars(module))` to the module's path: during a trace a module may be seen through a proxy, which
+    shares its attributes but not its identity.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names = names
+        self._running: list[tuple[str, int]] = []
+        self._spans: list[tuple[int, int, str]] = []
+        self._failed: str | None = None
+        self.shape_env: ShapeEnv | None = None
+        self.symbol: sympy.Symbol | None = None
+
+    def starts(self, tokens: torch.SymInt) -> None:
+        """To be called where a pass over the model begins, with the symbolic number of tokens."""
+        self.shape_env = tokens.node.shape_env
+        self.symbol = tokens.node.expr
+        self._running.clear()
+
+    def path_of_guard(self, index: int) -> str:
+        """The innermost module that was running when guard number `index` was recorded; "" if none was."""
+        around = [(end - start, path) for start, end, path in self._spans if start <= index < end]
+        return min(around, key=lambda span: span[0])[1] if around else ""
+
+    @property
+    def path_of_failure(self) -> str:
+        """The innermost module that an exception went through; "" if there was none."""
+        return self._failed or ""
+
+    def __enter__(self) -> Watch:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if error is not None and self._running:  # hooks after a forward do not run for what an error passed through
+            self._failed = self._running[-1][0]
+
+    def _guard_count(self) -> int:
+        return len(self.shape_env.guards) if self.shape_env is not None else 0
+
+    def _enters(self, module: nn.Module, args: Any) -> None:
+        path = self._names.get(id(vars(module)))
+        if path is not None:
+            self._running.append((path, self._guard_count()))
+
+    def _leaves(self, module: nn.Module, args: Any, result: Any) -> None:
+        path = self._names.get(id(vars(module)))
+        if path is None or not self._running:
+            return
+        while self._running:
+            running, start = self._running.pop()
+            self._spans.append((start, self._guard_count(), running))
+            if running == path:
+                break
