@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from ..graph import TOKENS, Size, shape_of
-from .value import FIXED, PERM, ROWS, Axis, Value, has_tokens, make
+from regraft.rewriter.graph import Size, shape_of
+
+from .value import FIXED, PERM, ROWS, Value, has_tokens, make
 
 Result = Value | tuple[Value, ...]
 Rule = Callable[["Facts"], Result]
@@ -20,14 +22,22 @@ RULES: dict[str, Rule] = {}
 OPERATOR_RULES: dict[str, Rule] = {}
 """Qualified name of any other operator -> rule, e.g. "regraft::paged_attention"."""
 
+SIZED: set[str] = set()
+"""ATen operators whose rule knows what a size in T means as an argument: `reshape` does, `mul` does not."""
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for ATen operators of these names."""
+TOKEN_INPUTS = ("input_ids", "position_ids")
+A_VALUE = "the number of tokens is used as a value"
+
+
+def rule(*names: str, sizes: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for ATen operators of these names. `sizes`: see SIZED."""
 
     def register(function: Rule) -> Rule:
         for name in names:
             assert name not in RULES, f"two rules for aten.{name}"
             RULES[name] = function
+        if sizes:
+            SIZED.update(names)
         return function
 
     return register
@@ -40,14 +50,30 @@ class Facts:
     node: fx.Node
     values: dict[fx.Node, Result]
 
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and overload."""
+        return str(getattr(self.node.target, "_opname", self.node.target))
+
+    @property
+    def num_returns(self) -> int:
+        """How many results the operator's schema has."""
+        return len(self.node.target._schema.returns)  # type: ignore[union-attr]
+
     def argument(self, position: int, name: str, default: object = None) -> object:
         """An argument given by position or keyword."""
         if position < len(self.node.args):
             return self.node.args[position]
         return self.node.kwargs.get(name, default)
 
+    def tensor(self, position: int, name: str) -> fx.Node:
+        """An argument that must be a tensor."""
+        found = self.argument(position, name)
+        assert isinstance(found, fx.Node), f"{name} of {self.node.target} is no tensor"
+        return found
+
     def value(self, operand: object) -> Value:
-        """The value of an operand; a Python number is fixed, a size in T is a value that all rows share."""
+        """The value of an operand; a Python number is fixed, and so is a size in T as long as it is only a size."""
         if not isinstance(operand, fx.Node):
             return FIXED
         value = self.values[operand]
@@ -64,18 +90,51 @@ class Facts:
         return shape_of(self.node)
 
     @property
+    def has_many(self) -> bool:
+        """The node returns a tuple of tensors."""
+        return isinstance(self.node.meta.get("val"), (list, tuple))
+
+    @property
+    def out_shapes(self) -> list[tuple[Size, ...]]:
+        """Shape of each result; () for one that is no tensor, or that nobody reads."""
+        if not self.has_many:
+            return [self.node.meta.get("shape") or ()]
+        read = {
+            user.args[1]: user.meta.get("shape")
+            for user in self.node.users
+            if user.target is operator.getitem
+        }
+        return [read.get(i) or () for i in range(len(self.node.meta["val"]))]
+
+    @property
     def operands(self) -> list[fx.Node]:
-        """Tensor operands and sizes in T that are used as values, lists included."""
+        """Tensor operands and sizes in T, lists included."""
         return self.node.all_input_nodes
 
-    def node_dtype_is_bool(self, operand: fx.Node) -> bool:
-        return operand.meta.get("dtype") in (torch.bool, torch.uint8)
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """Operands that are one tensor."""
+        return [operand for operand in self.operands if operand.meta.get("shape") is not None]
 
     def dim(self, dim: object, operand: object = None) -> int:
         """A dimension argument as a non-negative index into `operand` (default: the result)."""
         assert isinstance(dim, int), f"dimension {dim} is not a number"
         ndim = len(self.shape(operand)) if operand is not None else len(self.out_shape)
         return dim + ndim if dim < 0 else dim
+
+    def unknown(self, why: str) -> Result:
+        """Any element may depend on any token, in any order; unless nothing that is read has to do with tokens."""
+        tensors = self.tensors
+        constant = len(tensors) == len(self.operands) and all(
+            self.value(operand).is_fixed and not any(map(has_tokens, self.shape(operand)))
+            for operand in tensors
+        )
+        results = [self._unknown(shape, constant, why) for shape in self.out_shapes]
+        return tuple(results) if self.has_many else results[0]
+
+    def _unknown(self, shape: tuple[Size, ...], constant: bool, why: str) -> Value:
+        axes = {dim: PERM for dim, size in enumerate(shape) if has_tokens(size)}
+        return FIXED if constant and not axes else make(axes, True, why)
 
 
 @dataclass
@@ -112,7 +171,7 @@ def analyse(graph: fx.Graph) -> Analysis:
 
     A graph is proven when nothing that its output needs is cut, wide or unknown (see regions.verdict).
     """
-    from . import contract, create, elementwise, layout, operators, reduce, select  # noqa: F401 (they register rules)
+    from . import contract, create, elementwise, layout, operators, place, reduce, select  # noqa: F401 (their rules)
 
     analysis = Analysis(graph)
     for node in graph.nodes:
@@ -125,62 +184,88 @@ def analyse(graph: fx.Graph) -> Analysis:
 def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
     if node.op == "placeholder":
         shape = node.meta.get("shape") or ()
-        return ROWS if node.target in ("input_ids", "position_ids") and len(shape) == 2 else FIXED
+        return ROWS if node.target in TOKEN_INPUTS and len(shape) == 2 else FIXED
     if node.op in ("get_attr", "output"):
         return FIXED
     facts = Facts(node, analysis.values)
-    found = _rule_for(node)
+    found = _rule_for(node, facts)
     if found is None:
-        return _unknown(facts, analysis)
-    return found(facts)
+        analysis.unknown.setdefault(str(node.target), node)
+        return facts.unknown(f"no rule for {node.target}")
+    result = found(facts)
+    stray = "" if is_grafted(node) else _stray_operand(node, facts)
+    if not stray:
+        return result
+    return (
+        result.mix(stray)
+        if isinstance(result, Value)
+        else tuple(part.mix(stray) for part in result)
+    )
 
 
-def _rule_for(node: fx.Node) -> Rule | None:
+def is_grafted(node: fx.Node) -> bool:
+    """One of Regraft's own operators, or a replayed region: what is told where each sequence begins."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace == "regraft" and not _is_leaf(node)
+    return node.op == "call_module"
+
+
+def _is_leaf(node: fx.Node) -> bool:
+    """A function or a module that capture kept whole."""
+    name = getattr(node.target, "_opname", "")
+    return name.startswith("leaf_") or name == "module_leaf"
+
+
+def _stray_operand(node: fx.Node, facts: Facts) -> str:
+    """What a plain operation reads that is neither rows nor constant: caches, metadata, T as a number."""
+    for operand in facts.operands:
+        if operand.op == "placeholder" and operand.target not in TOKEN_INPUTS:
+            return f"reads {operand.target} outside of an operator"
+        if holds_size(operand, facts.values) and isinstance(node.target, torch._ops.OpOverload):
+            if facts.name not in SIZED and not _is_leaf(node):
+                return A_VALUE
+    return ""
+
+
+def holds_size(node: fx.Node, values: dict[fx.Node, Result]) -> bool:
+    """The node is a Python number (a size, or what was computed from one), not a tensor or a tuple of tensors."""
+    return (
+        node.meta.get("shape") is None
+        and node.op == "call_function"
+        and not isinstance(values[node], tuple)
+    )
+
+
+def _rule_for(node: fx.Node, facts: Facts) -> Rule | None:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "aten":
             return RULES.get(target._opname)
         if target.namespace != "regraft":
             return None
-        own = OPERATOR_RULES.get(target._schema.name)
-        if own is not None:
-            return own
-        opaque = target._opname.startswith("leaf_") or target._opname == "module_leaf"
-        return OPERATOR_RULES["opaque_leaf" if opaque else "grafted"]
+        return (
+            OPERATOR_RULES.get(target._schema.name)
+            or OPERATOR_RULES["leaf" if _is_leaf(node) else "grafted"]
+        )
+    if node.op == "call_module":  # the one kind of submodule in a graph is a replayed region
+        return OPERATOR_RULES["grafted"]
     if isinstance(target, str):
-        # the one kind of submodule in a graph is a replayed region, which takes the sequence boundaries
-        return OPERATOR_RULES["grafted"] if node.op == "call_module" else None
-    name = getattr(target, "token_axis_rule", None) or f"{target.__module__}.{target.__name__}"
-    return OPERATOR_RULES.get(name)
-
-
-def _unknown(facts: Facts, analysis: Analysis) -> Result:
-    """No rule: whatever has a T in its size or comes from tokens may be in any order and depend on anything."""
-    node = facts.node
-    inputs = [analysis.values[operand] for operand in facts.operands]
-    flat = [part for value in inputs for part in (value if isinstance(value, tuple) else (value,))]
-    fixed = all(part.is_fixed for part in flat)
-    values = node.meta.get("val")
-    outputs = list(values) if isinstance(values, (list, tuple)) else None
-    why = f"no rule for {node.target}"
-    if outputs is not None:
-        analysis.unknown.setdefault(str(node.target), node)
-        return tuple(Value((), True, why) for _ in outputs)
-    shape = facts.shape(node)
-    axes = {dim: PERM for dim, size in enumerate(shape) if has_tokens(size)}
-    if fixed and not axes:
-        return FIXED
-    analysis.unknown.setdefault(str(node.target), node)
-    return make(axes, True, why)
+        return None
+    named = OPERATOR_RULES.get(f"{target.__module__}.{target.__name__}")
+    if named is None and node.meta.get("shape") is None and not facts.tensors:
+        return OPERATOR_RULES["size arithmetic"]
+    return named
 
 
 def _cut(node: fx.Node, result: Result, analysis: Analysis) -> Result:
-    if isinstance(result, tuple):
+    """Mixed rows in order, and nothing else that grows with the row: from here on they are rows again."""
+    if isinstance(result, tuple) or not (result.mixed and result.has_row_shape):
         return result
-    if result.mixed and result.has_row_shape:
-        analysis.uncut[node] = result
-        return Value(result.axes)
-    return result
+    shape = node.meta.get("shape") or ()
+    if any(has_tokens(size) for dim, size in enumerate(shape) if dim != result.token_dim):
+        return result
+    analysis.uncut[node] = result
+    return Value(result.axes)
 
 
 def _trace_history(node: fx.Node, analysis: Analysis) -> None:
@@ -189,27 +274,26 @@ def _trace_history(node: fx.Node, analysis: Analysis) -> None:
     What depends on positions only is cheap to recompute inside a region; indices and flags may be clamped to the
     length of the row, so they are recomputed there too. Floats that were cut are rows to be stored.
     """
+    if node.op == "placeholder" and node.target == "position_ids":
+        analysis.positional.add(node)
+    if node.op in ("placeholder", "get_attr", "output") or is_grafted(node):
+        return
     operands = node.all_input_nodes
-    if node.op == "placeholder":
-        if node.target == "position_ids":
-            analysis.positional.add(node)
-        return
-    if node.op in ("get_attr", "output"):
-        return
-    tokens = [n for n in operands if not _is_fixed(n, analysis)]
+    tokens = [operand for operand in operands if not _is_fixed(operand, analysis)]
     if all(operand in analysis.positional for operand in tokens):
         analysis.positional.add(node)
-    dtype = node.meta.get("dtype")
-    is_float = dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-    if node in analysis.positional or not is_float:
+    if node in analysis.positional or not is_float(node):
         mixes = node in analysis.uncut or analysis.is_wide(node)
         if mixes or any(operand in analysis.history for operand in operands):
             analysis.history.add(node)
 
 
+def is_float(node: fx.Node) -> bool:
+    """Holds floating-point numbers. False for a tuple, whose parts are looked at one by one."""
+    dtype = node.meta.get("dtype")
+    return dtype is not None and bool(dtype.is_floating_point or dtype.is_complex)
+
+
 def _is_fixed(node: fx.Node, analysis: Analysis) -> bool:
     value = analysis.values[node]
     return isinstance(value, Value) and value.is_fixed and node not in analysis.uncut
-
-
-__all__ = ["OPERATOR_RULES", "RULES", "TOKENS", "Analysis", "Axis", "Facts", "Result", "analyse", "rule"]

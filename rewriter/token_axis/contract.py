@@ -7,17 +7,21 @@ tokens if its size contains T.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from torch import fx
 
-from .analysis import Facts, rule
-from .value import PERM, Axis, Value, fitted, has_tokens, join, make, tokens_multiple
+from .analysis import Facts, Result, rule
+from .value import Axis, Value, fitted, has_tokens, join, make, tokens_multiple
 
-Letters = list[str]
+Letters = Sequence[str]
+Term = tuple[fx.Node, Letters]
+
+CONTRACTS = "contracts tokens"
 
 
-def contract(facts: Facts, terms: list[tuple[fx.Node, Letters]], out: Letters, why: str) -> Value:
-    """The value of an einsum of `terms` into `out`."""
+def contract(facts: Facts, terms: list[Term], out: Letters, why: str) -> Value:
+    """The value of an einsum of `terms` into `out`. A dimension of size 1 that broadcasts has a letter of its own."""
     axes: dict[str, Axis] = {}
     mixed, cause, sized = False, "", set()
     for operand, letters in terms:
@@ -25,131 +29,132 @@ def contract(facts: Facts, terms: list[tuple[fx.Node, Letters]], out: Letters, w
         mixed, cause = mixed or value.mixed, cause or value.why
         sized |= {letter for letter, size in zip(letters, shape, strict=True) if has_tokens(size)}
         for dim, axis in value.axes:
-            joined = join(axes.get(letters[dim]), axis)
-            assert joined is not None
-            axes[letters[dim]] = joined
+            axes[letters[dim]] = join(axes.get(letters[dim]), axis)
     summed = (sized | set(axes)) - set(out)
     kept = {out.index(letter): axis for letter, axis in axes.items() if letter in out}
     kept = {dim: fitted(axis, facts.out_shape[dim]) for dim, axis in kept.items()}
     return make(kept, mixed or bool(summed), cause or why)
 
 
-def _batch(facts: Facts, operand: fx.Node, count: int) -> Letters:
-    """Letters of the leading dimensions, right-aligned: b0 is next to the matrix. Size 1 broadcasts: no letter."""
-    shape = facts.shape(operand)[:count]
-    return [f"b{count - 1 - i}" if size != 1 else f"one{id(operand)}{i}" for i, size in enumerate(shape)]
+def _aligned(facts: Facts, operand: fx.Node, letters: Letters) -> Term:
+    """The last letters, one a dimension. Size 1 broadcasts: a letter of its own."""
+    shape = facts.shape(operand)
+    own = letters[len(letters) - len(shape) :]
+    return operand, [
+        x if size != 1 else f"one {operand} {i}" for i, (x, size) in enumerate(zip(own, shape))
+    ]
+
+
+def _batch(count: int) -> list[str]:
+    """Letters of leading dimensions: b0 is the last of them."""
+    return [f"b{i}" for i in reversed(range(count))]
 
 
 @rule("matmul", "bmm", "mm")
 def matmul(facts: Facts) -> Value:
-    left, right = facts.node.args[:2]
-    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    ndim_left, ndim_right = len(facts.shape(left)), len(facts.shape(right))
-    left_letters = [*_batch(facts, left, max(ndim_left - 2, 0)), "m", "k"][-max(ndim_left, 1) :]
-    right_letters = [*_batch(facts, right, max(ndim_right - 2, 0)), "k", "n"]
-    if ndim_left == 1:
-        left_letters = ["k"]
-    if ndim_right == 1:
-        right_letters = ["k"]
-    batch = max(ndim_left, ndim_right, 2) - 2
-    out = [f"b{batch - 1 - i}" for i in range(batch)]
-    out += ["m"] * (ndim_left > 1) + ["n"] * (ndim_right > 1)
-    return contract(facts, [(left, left_letters), (right, right_letters)], out, "contracts tokens")
+    left, right = facts.tensor(0, "self"), facts.tensor(1, "other")
+    ranks = len(facts.shape(left)), len(facts.shape(right))
+    batch = _batch(max(*ranks, 2) - 2)
+    rows, columns = ["m"] * (ranks[0] > 1), ["n"] * (ranks[1] > 1)
+    terms = [
+        _aligned(facts, left, [*batch, *rows, "k"]),
+        _aligned(facts, right, [*batch, "k", *columns]),
+    ]
+    return contract(facts, terms, [*batch, *rows, *columns], CONTRACTS)
 
 
 @rule("linear")
 def linear(facts: Facts) -> Value:
-    source, weight = facts.node.args[:2]
-    bias = facts.argument(2, "bias")
-    assert isinstance(source, fx.Node) and isinstance(weight, fx.Node)
-    lead = [f"b{i}" for i in range(len(facts.shape(source)) - 1)]
-    terms = [(source, [*lead, "k"]), (weight, ["n", "k"][-len(facts.shape(weight)) :])]
-    if isinstance(bias, fx.Node):
+    source, weight, bias = (
+        facts.tensor(0, "input"),
+        facts.tensor(1, "weight"),
+        facts.argument(2, "bias"),
+    )
+    lead = _batch(len(facts.shape(source)) - 1)
+    terms: list[Term] = [(source, [*lead, "k"]), (weight, ["n", "k"][-len(facts.shape(weight)) :])]
+    if isinstance(bias, fx.Node) and facts.shape(bias):
         terms.append((bias, ["n"]))
-    return contract(facts, terms, [*lead, "n"], "contracts tokens")
+    return contract(facts, terms, [*lead, "n"], CONTRACTS)
 
 
-@rule("addmm", "baddbmm", "addmv", "addbmm")
+@rule("addmm", "baddbmm")
 def addmm(facts: Facts) -> Value:
-    added, left, right = facts.node.args[:3]
-    assert isinstance(added, fx.Node) and isinstance(left, fx.Node) and isinstance(right, fx.Node)
-    name = facts.node.target._opname  # type: ignore[union-attr]
-    if name in ("addmv", "addbmm"):
-        axes = {d: PERM for d, size in enumerate(facts.out_shape) if has_tokens(size)}
-        return make(axes, True, f"no rule for {name}")
-    lead = ["b"] if name == "baddbmm" else []
+    added, left, right = (facts.tensor(i, n) for i, n in enumerate(("self", "mat1", "mat2")))
+    lead = ["b"] if facts.name == "baddbmm" else []
     out = [*lead, "m", "n"]
-    shape = facts.shape(added)
-    letters = [o if size != 1 else f"one{i}" for i, (o, size) in enumerate(zip(out[-len(shape) :], shape, strict=True))]
-    terms = [(added, letters), (left, [*lead, "m", "k"]), (right, [*lead, "k", "n"])]
-    return contract(facts, terms, out, "contracts tokens")
+    terms: list[Term] = [(left, [*lead, "m", "k"]), (right, [*lead, "k", "n"])]
+    return contract(facts, [_aligned(facts, added, out), *terms], out, CONTRACTS)
 
 
 @rule("einsum")
-def einsum(facts: Facts) -> Value:
+def einsum(facts: Facts) -> Result:
     equation, operands = facts.node.args[:2]
     text = str(equation).replace(" ", "")
     assert isinstance(operands, (list, tuple))
     if not re.fullmatch(r"[A-Za-z,]+->[A-Za-z]*", text):
-        axes = {d: PERM for d, size in enumerate(facts.out_shape) if has_tokens(size)}
-        return make(axes, True, f"einsum {text} is not analysed")
+        return facts.unknown(f"einsum {text} is not analysed")
     inputs, out = text.split("->")
     names = inputs.split(",")
-    repeated = any(len(set(part)) < len(part) for part in names)
-    terms = [(operand, list(part)) for operand, part in zip(operands, names, strict=True)]
-    value = contract(facts, terms, list(out), "contracts tokens")
-    return value.mix("einsum takes a diagonal") if repeated else value
+    if any(len(set(part)) < len(part) for part in names):
+        return facts.unknown(f"einsum {text} takes a diagonal")
+    return contract(facts, list(zip(operands, map(list, names), strict=True)), list(out), CONTRACTS)  # type: ignore[arg-type]
 
 
 @rule("dot", "mv", "outer", "ger")
 def vectors(facts: Facts) -> Value:
-    letters = {"dot": ("k", "k", ""), "mv": ("mk", "k", "m"), "outer": ("m", "n", "mn"), "ger": ("m", "n", "mn")}
-    left, right, out = letters[facts.node.target._opname]  # type: ignore[union-attr]
+    letters = {
+        "dot": ("k", "k", ""),
+        "mv": ("mk", "k", "m"),
+        "outer": ("m", "n", "mn"),
+        "ger": ("m", "n", "mn"),
+    }
+    left, right, out = letters[facts.name]
     first, second = facts.node.args[:2]
     assert isinstance(first, fx.Node) and isinstance(second, fx.Node)
-    return contract(facts, [(first, list(left)), (second, list(right))], list(out), "contracts tokens")
+    return contract(facts, [(first, left), (second, right)], out, CONTRACTS)
 
 
 @rule("scaled_dot_product_attention")
 def attention(facts: Facts) -> Value:
     """softmax(q k^T) v: queries keep their place, keys are summed over."""
-    query, key, value = facts.node.args[:3]
-    mask = facts.argument(3, "attn_mask")
-    assert isinstance(query, fx.Node) and isinstance(key, fx.Node) and isinstance(value, fx.Node)
-    count = len(facts.shape(query)) - 2
-    out = [f"b{count - 1 - i}" for i in range(count)] + ["q", "f"]
-    grouped = facts.shape(query)[:-2] != facts.shape(key)[:-2]
+    query, key, value = (facts.tensor(i, n) for i, n in enumerate(("query", "key", "value")))
+    mask, causal = facts.argument(3, "attn_mask"), facts.argument(5, "is_causal", False)
+    batch = _batch(max(len(facts.shape(part)) for part in facts.tensors) - 2)
     terms = [
-        (query, [*_batch(facts, query, count), "q", "e"]),
-        (key, [*_batch(facts, key, count), "s", "e"]),
-        (value, [*_batch(facts, value, count), "s", "f"]),
+        _aligned(facts, query, [*batch, "q", "e"]),
+        _aligned(facts, key, [*batch, "s", "e"]),
+        _aligned(facts, value, [*batch, "s", "f"]),
     ]
     if isinstance(mask, fx.Node):
-        sizes = facts.shape(mask)
-        names = [f"b{count - 1 - i}" for i in range(count)] + ["q", "s"]
-        names = names[len(names) - len(sizes) :]
-        terms.append((mask, [n if s != 1 else f"m{i}" for i, (n, s) in enumerate(zip(names, sizes, strict=True))]))
-    result = contract(facts, terms, out, "attention over tokens")
-    if grouped and any(dim < count and axis.kind == "ok" for dim, axis in result.axes):
+        terms.append(_aligned(facts, mask, [*batch, "q", "s"]))
+    result = contract(facts, terms, [*batch, "q", "f"], "attention over tokens")
+    heads = (
+        len(batch) - 1
+    )  # with fewer key heads than query heads, neighbours in this dimension share a key
+    if facts.shape(query)[:-2] != facts.shape(key)[:-2] and heads in dict(result.axes):
         return result.mix("attention with grouped heads over a batch of tokens")
+    if causal and has_tokens(facts.shape(query)[-2]):
+        return result.mix("attention to what comes before the row's own index")
     return result
 
 
 @rule("conv1d", "conv2d", "convolution")
-def convolution(facts: Facts) -> Value:
+def convolution(facts: Facts) -> Result:
     """[batch, channels, length...]: a batch of tokens is row-local, a length of tokens is mixed."""
-    source = facts.node.args[0]
-    assert isinstance(source, fx.Node)
+    source, kernel = facts.tensor(0, "input"), facts.tensor(1, "weight")
+    weights = [operand for operand in facts.tensors if operand is not source]
+    shape, out = facts.shape(source), facts.out_shape
+    if not all(facts.value(weight).is_fixed for weight in weights):
+        return facts.unknown("convolution with weights that depend on tokens")
+    if len(shape) != len(facts.shape(kernel)) or has_tokens(shape[1]):
+        return facts.unknown("convolution over tokens as channels")
     value = facts.value(source)
-    weights = [operand for operand in facts.operands if operand is not source]
-    if not all(facts.value(weight).is_fixed for weight in weights) or len(facts.shape(source)) < 3:
-        axes = {d: PERM for d, size in enumerate(facts.out_shape) if has_tokens(size)}
-        return make(axes, True, "convolution with weights that depend on tokens")
-    axes = dict(value.axes)
-    channels = axes.pop(1, None)
-    axes = {dim: fitted(axis, facts.out_shape[dim]) for dim, axis in axes.items()}
-    length = any(has_tokens(size) for size in facts.shape(source)[2:]) or channels is not None
-    plain = all(tokens_multiple(facts.out_shape[dim]) == 1 for dim in axes if dim >= 2)
-    if length and not plain:
-        axes = {dim: (axis if dim < 2 else Axis(kind="odd")) for dim, axis in axes.items()}
-    return make(axes, value.mixed or length, value.why or "convolution over tokens")
+    along = [dim for dim in range(2, len(shape)) if has_tokens(shape[dim])]
+    axes = {dim: fitted(axis, out[dim]) for dim, axis in value.axes if dim < 2}
+    for dim in along:
+        axes[dim] = (
+            Axis()
+            if tokens_multiple(out[dim]) == tokens_multiple(shape[dim]) == 1
+            else Axis(kind="odd")
+        )
+    return make(axes, value.mixed or bool(along), value.why or "convolution over tokens")

@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
-from .analysis import Facts, rule
-from .value import Axis, Value, fitted, join, make
+from .analysis import Facts, Result, rule
+from .value import Value, fitted, make, together
 
 POINTWISE = """
-    abs acos add atan2 bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp
-    clamp_max clamp_min clip clone complex cos cosh detach alias contiguous div elu eq erf erfc erfinv exp exp2 expm1 fill floor
-    floor_divide fmod frac ge gelu gt hardsigmoid hardswish hardtanh hypot isfinite isinf isnan imag ldexp le
-    leaky_relu lerp log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logit
-    lt masked_fill maximum minimum mish mul nan_to_num ne neg polar positive pow real reciprocal relu relu6
-    remainder round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink sqrt square sub tan
-    tanh to threshold true_divide trunc type_as where xlogy _to_copy _conj conj resolve_conj resolve_neg
-    __and__ __or__ __xor__ __lshift__ __rshift__ _to_dense addcmul addcdiv angle asin atan float_power
-    lift_fresh_copy lift_fresh hardshrink softsign conj_physical special_expit
+    abs acos add addcdiv addcmul alias __and__ angle asin atan atan2 bitwise_and bitwise_left_shift
+    bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
+    complex _conj conj conj_physical contiguous cos cosh detach div elu eq erf erfc erfinv exp exp2 expm1 fill
+    float_power floor floor_divide fmod frac ge gelu gt hardshrink hardsigmoid hardswish hardtanh hypot imag
+    isfinite isinf isnan ldexp le leaky_relu lerp lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid
+    logaddexp logical_and logical_not logical_or logical_xor logit __lshift__ lt masked_fill maximum minimum
+    mish mul nan_to_num ne neg __or__ polar positive pow real reciprocal relu relu6 remainder resolve_conj
+    resolve_neg round __rshift__ rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink
+    softsign special_expit sqrt square sub tan tanh threshold to _to_copy true_divide trunc where xlogy
+    __xor__
 """.split()
 
 
-def combine(facts: Facts, operands: list[fx.Node]) -> Value:
+def combine(facts: Facts, operands: Sequence[fx.Node]) -> Value:
     """Join the operands' axes after broadcasting them against the result."""
     shape = facts.out_shape
-    axes: dict[int, Axis] = {}
-    mixed, why = False, ""
-    for operand in operands:
-        value = facts.value(operand)
-        if operand.meta.get("shape") is None:
-            mixed, why = True, why or "the number of tokens is used as a value"
-            continue
-        shift = len(shape) - len(facts.shape(operand))
-        for dim, axis in value.axes:
-            joined = join(axes.get(dim + shift), axis)
-            assert joined is not None
-            axes[dim + shift] = fitted(joined, shape[dim + shift])
-        mixed, why = mixed or value.mixed, why or value.why
-    return make(axes, mixed, why)
+    shifts = {operand: len(shape) - len(facts.shape(operand)) for operand in operands}
+    joined = together((facts.value(o), lambda dim, by=shifts[o]: dim + by) for o in operands)  # type: ignore[misc]
+    axes = {dim: fitted(axis, shape[dim]) for dim, axis in joined.axes}
+    return make(axes, joined.mixed, joined.why)
 
 
 @rule(*POINTWISE)
-def pointwise(facts: Facts) -> Value:
-    return combine(facts, facts.operands)
+def pointwise(facts: Facts) -> Result:
+    if facts.node.meta.get("shape") is None:  # where(condition) lists the places where it is true
+        return facts.unknown(f"{facts.name} finds places by value")
+    return combine(facts, facts.tensors)
 
 
-@rule("copy")
-def copy(facts: Facts) -> Value:
-    """copy(destination, source): only the source's elements survive."""
-    source = facts.argument(1, "src")
-    assert isinstance(source, fx.Node)
+@rule("copy", "type_as")
+def one_operand(facts: Facts) -> Value:
+    """copy(destination, source) and type_as(source, like): only the source's elements survive."""
+    source = facts.tensor(1, "src") if facts.name == "copy" else facts.tensor(0, "self")
     return combine(facts, [source])

@@ -6,74 +6,89 @@ harmless or a place where a region closes.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from regraft.rewriter.graph import Size
+
 from .analysis import OPERATOR_RULES, Facts, Result
-from .value import FIXED, ROWS, Axis, Value, has_tokens, make, tokens_multiple
-
-GRAFTED_PREFIX = "regraft::"
+from .value import FIXED, Axis, Value, has_tokens, make, tokens_multiple
 
 
-def getitem(facts: Facts) -> Value:
+def getitem(facts: Facts) -> Result:
     source, position = facts.node.args
     assert isinstance(source, fx.Node)
     value = facts.values[source]
-    if isinstance(value, tuple):
-        assert isinstance(position, int)
-        return value[position]
-    return value
+    if not isinstance(value, tuple):
+        return facts.unknown("picks a part of a tensor")
+    assert isinstance(position, int)
+    return value[position]
 
 
-def size_arithmetic(facts: Facts) -> Value:
-    return FIXED
+def size_arithmetic(facts: Facts) -> Result:
+    """A size made of sizes. One that was read from a tensor carries that tensor's mixing along."""
+    if facts.tensors:
+        return facts.unknown("Python arithmetic on tensors")
+    mixed = [value for o in facts.operands if not (value := facts.value(o)).is_fixed]
+    return mixed[0] if mixed else FIXED
 
 
 def opaque_leaf(facts: Facts) -> Result:
     """A function or module that capture kept whole. It mixes; its first dimension of T elements are its rows."""
-    values = facts.node.meta["val"]
-    many = isinstance(values, (list, tuple))
-    shapes = facts.node.meta.get("shapes") or [facts.node.meta.get("shape")]
-    results = [_rows_of(shape) for shape in shapes]
-    if all(facts.value(o).is_fixed for o in facts.operands) and not any(
-        has_tokens(size) for shape in shapes for size in shape or ()
-    ):
-        results = [FIXED for _ in shapes]
-    return tuple(results) if many else results[0]
+    free = facts.unknown("")
+    parts = free if isinstance(free, tuple) else (free,)
+    results = [
+        part if part.is_fixed else _rows_of(shape)
+        for part, shape in zip(parts, facts.out_shapes, strict=True)
+    ]
+    return tuple(results) if facts.has_many else results[0]
 
 
-def _rows_of(shape: object) -> Value:
-    assert isinstance(shape, (list, tuple)) or shape is None
-    dims = [d for d, size in enumerate(shape or ()) if has_tokens(size)]
-    axes = {d: Axis() if tokens_multiple(shape[d]) == 1 else Axis(kind="perm") for d in dims}  # type: ignore[index]
+def _rows_of(shape: tuple[Size, ...]) -> Value:
+    axes = {}
+    for dim, size in enumerate(shape):
+        if has_tokens(size):
+            axes[dim] = Axis() if tokens_multiple(size) == 1 else Axis(kind="perm")
     return make(axes, True, "opaque leaf")
 
 
-def grafted(facts: Facts) -> Value:
-    """Rows in, rows out: [N, ...] by the sequence boundaries the operator was given. Row inputs must be row-local."""
-    for operand in facts.operands:
-        value = facts.values[operand]
-        if isinstance(value, Value) and not (value.is_fixed or value.is_row_local):
-            return make(dict(value.axes), True, value.why or "a grafted operator reads mixed rows")
-    (dim, *_) = [d for d, size in enumerate(facts.out_shape) if has_tokens(size)]
-    return Value(((dim, Axis()),))
+def grafted(facts: Facts) -> Result:
+    """Rows in, rows out, by the sequence boundaries the operator was given. What it reads must be row-local."""
+    tokens = [dim for dim, size in enumerate(facts.out_shape) if has_tokens(size)]
+    if not tokens:
+        return facts.unknown("a grafted operator without rows")
+    for operand in facts.tensors:
+        value = facts.value(operand)
+        if not (value.is_fixed or value.is_row_local):
+            return make(
+                dict.fromkeys(tokens, Axis()),
+                True,
+                value.why or "a grafted operator reads mixed rows",
+            )
+        if (
+            value.is_row_local
+            and facts.node.op != "call_module"
+            and value.axes[0] != (tokens[0], Axis())
+        ):
+            return make(
+                dict.fromkeys(tokens, Axis()),
+                True,
+                "a grafted operator reads rows in another layout",
+            )
+    return Value(((tokens[0], Axis()),))
 
 
 def expert_linear(facts: Facts) -> Value:
     """Row s of the result reads row s of the rows and of the expert ids, several rows a token or one."""
-    x, weight, ids = facts.operands[:3]
+    x, weight, ids = (facts.tensor(i, n) for i, n in enumerate(("x", "weight", "expert_ids")))
     value, picks = facts.value(x), facts.value(ids)
-    if dict(value.axes).get(0) != dict(picks.axes).get(0) or not facts.value(weight).is_fixed:
+    aligned = set(dict(value.axes)) <= {0} and value.axes == picks.axes
+    if not aligned or not facts.value(weight).is_fixed or len(facts.tensors) > 3:
         return make({0: Axis(kind="perm")}, True, "rows and expert ids are not aligned")
-    return make({0: axis for d, axis in value.axes if d == 0}, value.mixed or picks.mixed or len(value.axes) > 1, value.why)
+    return make(dict(value.axes), value.mixed or picks.mixed, value.why or picks.why)
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
-    OPERATOR_RULES[f"_operator.{_name}"] = size_arithmetic
-for _name in ("sym_min", "sym_max", "sym_float", "sym_int", "sym_not", "sym_ite", "sym_sum"):
-    OPERATOR_RULES[f"torch.{_name}"] = size_arithmetic
 OPERATOR_RULES["_operator.getitem"] = getitem
+OPERATOR_RULES["size arithmetic"] = size_arithmetic
 OPERATOR_RULES["regraft::expert_linear"] = expert_linear
 OPERATOR_RULES["grafted"] = grafted
-OPERATOR_RULES["opaque_leaf"] = opaque_leaf
-
+OPERATOR_RULES["leaf"] = opaque_leaf

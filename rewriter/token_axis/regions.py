@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..graph import describe
-from ..pattern import Region
+from regraft.rewriter.graph import describe
+from regraft.rewriter.pattern import Region
+
 from .analysis import Analysis
 
 
@@ -106,7 +107,8 @@ def _extend(grown: _Slice, roots: list[tuple[fx.Node, bool]], analysis: Analysis
 
 def _is_stored(node: fx.Node, analysis: Analysis) -> bool:
     """Rows that a region reads from outside. What follows from positions, and indices with mixing behind them, are
-    recomputed inside."""
+    recomputed inside.
+    """
     if not analysis.value(node).is_row_local or node in analysis.positional:
         return False
     return node not in analysis.history
@@ -176,7 +178,9 @@ def _region(grown: _Slice, analysis: Analysis, order: dict[fx.Node, int]) -> Reg
     positional = grown.closer in analysis.positional
     kind = "position" if positional else (kinds.most_common(1)[0][0] if kinds else "mixing")
     inputs = tuple(sorted(grown.inputs, key=order.__getitem__))
-    return Region(grown.closer, nodes, inputs, kind, grown.closer.meta.get("path", ""), tuple(causes))
+    return Region(
+        grown.closer, nodes, inputs, kind, grown.closer.meta.get("path", ""), tuple(causes)
+    )
 
 
 def verdict(analysis: Analysis) -> Verdict:
@@ -194,7 +198,9 @@ def verdict(analysis: Analysis) -> Verdict:
             offence = (node, why)
         pending.extend(value_operands(node))
     rows = [node for node in needed if analysis.value(node).is_row_local]
-    fixed = [node for node in needed if analysis.value(node).is_fixed and not analysis.is_wide(node)]
+    fixed = [
+        node for node in needed if analysis.value(node).is_fixed and not analysis.is_wide(node)
+    ]
     text = None if offence is None else f"{offence[1]}: {describe(offence[0])}"
     return Verdict(len(needed), len(rows), len(fixed), text)
 

@@ -1,269 +1,206 @@
-"""Operations that pick, place or join parts of tensors."""
+"""Operations that pick parts of tensors or join them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from torch import fx
 
-from .analysis import Facts, Result, rule
-from .elementwise import combine
-from .layout import first_operand
-from .value import ODD, PERM, Axis, Value, fitted, has_tokens, join, make, tokens_multiple
+from regraft.rewriter.graph import Size
+
+from .analysis import A_VALUE, Facts, Result, rule
+from .value import (
+    ODD,
+    PERM,
+    Axis,
+    Value,
+    fitted,
+    has_tokens,
+    make,
+    same_place,
+    together,
+    tokens_multiple,
+)
 
 
-def cut_axis(value: Value, dim: int, size: object, why: str) -> Value:
+def cut_axis(value: Value, dim: int, size: Size, why: str) -> Value:
     """`value` after a cut, pad or join that leaves `size` elements along its token dimension `dim`.
 
     Exactly T elements in their old order count as rows again, but mixed: which row is where is no longer known.
     """
     axes = dict(value.axes)
-    loose = axes[dim].kind == "perm" or axes[dim].outer * axes[dim].inner != 1
-    if not has_tokens(size):
-        del axes[dim]
-    elif tokens_multiple(size) == 1 and not loose:  # type: ignore[arg-type]
+    axis = axes.pop(dim, Axis())
+    loose = axis.kind == "perm" or axis.outer * axis.inner != 1
+    if has_tokens(size) and tokens_multiple(size) == 1 and not loose:
         axes[dim] = Axis()
-    else:
+    elif has_tokens(size):
         axes[dim] = PERM if loose else ODD
     return make(axes, True, value.why or why)
 
 
+def _dropped(value: Value, dim: int, why: str) -> Value:
+    """One element of dimension `dim`."""
+    result = together([(value, lambda d: None if d == dim else d - (d > dim))])
+    return result.mix(why) if dim in dict(value.axes) else result
+
+
 @rule("select")
 def select(facts: Facts) -> Value:
-    source = first_operand(facts)
-    dim = facts.dim(facts.argument(1, "dim"), source)
-    value = facts.value(source)
-    axes = {d - (d > dim): axis for d, axis in value.axes if d != dim}
-    picked = any(d == dim for d, _ in value.axes)
-    return make(axes, value.mixed or picked, value.why or "picks one token")
-
-
-@rule("slice", "narrow", "narrow_copy", "slice_copy")
-def slice_(facts: Facts) -> Value:
-    source = first_operand(facts)
-    dim = facts.dim(facts.argument(1, "dim", 0), source)
-    value, before, after = facts.value(source), facts.shape(source)[dim], facts.out_shape[dim]
-    if dim in dict(value.axes):
-        step = facts.argument(4, "step", 1)
-        if before == after and step == 1 and dict(value.axes)[dim].kind == "ok":
-            return value
-        return cut_axis(value, dim, after, "slice along tokens")
-    if has_tokens(after) and not has_tokens(before):
-        axes = {**dict(value.axes), dim: fitted(Axis(), after)}
-        return make(axes, True, value.why or "slice of a constant by the number of tokens")
-    return value
-
-
-@rule("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk", "split_with_sizes_copy")
-def split(facts: Facts) -> Result:
-    source = first_operand(facts)
-    dim = facts.dim(facts.argument(2, "dim", 0), source)
-    value = facts.value(source)
-    count = len(facts.node.meta["val"])
-    if dim in dict(value.axes):
-        return (make({**dict(value.axes), dim: PERM}, True, value.why or "split along tokens"),) * count
-    return (value,) * count
+    source = facts.tensor(0, "self")
+    return _dropped(
+        facts.value(source), facts.dim(facts.argument(1, "dim"), source), "picks one token"
+    )
 
 
 @rule("unbind")
 def unbind(facts: Facts) -> Result:
-    source = first_operand(facts)
+    source = facts.tensor(0, "self")
     dim = facts.dim(facts.argument(1, "dim", 0), source)
-    value = facts.value(source)
-    axes = {d - (d > dim): axis for d, axis in value.axes if d != dim}
-    picked = any(d == dim for d, _ in value.axes)
-    result = make(axes, value.mixed or picked, value.why or "picks single tokens")
-    return (result,) * len(facts.node.meta["val"])
+    return (_dropped(facts.value(source), dim, "picks single tokens"),) * len(facts.out_shapes)
+
+
+@rule("slice", "narrow", "narrow_copy", "slice_copy", sizes=True)
+def slice_(facts: Facts) -> Value:
+    source = facts.tensor(0, "self")
+    dim = facts.dim(facts.argument(1, "dim", 0), source)
+    value, before, after = facts.value(source), facts.shape(source)[dim], facts.out_shape[dim]
+    axis = dict(value.axes).get(dim)
+    if axis is not None:
+        whole = before == after and facts.argument(4, "step", 1) == 1 and axis.kind == "ok"
+        return value if whole else cut_axis(value, dim, after, "slice along tokens")
+    if has_tokens(before):  # along a uniform dimension
+        return value
+    if has_tokens(after):
+        return cut_axis(value, dim, after, "slice of a constant by the number of tokens")
+    return value.mix(A_VALUE) if isinstance(facts.argument(2, "start"), fx.Node) else value
+
+
+@rule(
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_chunk",
+    "split_with_sizes_copy",
+    sizes=True,
+)
+def split(facts: Facts) -> Result:
+    source = facts.tensor(0, "self")
+    dim = facts.dim(facts.argument(2, "dim", 0), source)
+    value, size = facts.value(source), facts.shape(source)[dim]
+    by_tokens = not has_tokens(size) and len(facts.operands) > 1
+    if dim in dict(value.axes) or by_tokens:
+        axes = {**dict(value.axes), dim: PERM}
+        value = make(axes, True, value.why or (A_VALUE if by_tokens else "split along tokens"))
+    return (value,) * len(facts.out_shapes)
 
 
 @rule("cat", "concatenate", "concat")
 def cat(facts: Facts) -> Value:
-    tensors = facts.node.args[0]
-    assert isinstance(tensors, (list, tuple))
     dim = facts.dim(facts.argument(1, "dim", 0))
-    parts = [t for t in tensors if isinstance(t, fx.Node) and 0 not in facts.shape(t)]
-    along = any(has_tokens(facts.shape(part)[dim]) for part in parts)
-    axes: dict[int, Axis] = {}
-    mixed, why = False, ""
-    for part in parts:
-        value = facts.value(part)
-        mixed, why = mixed or value.mixed, why or value.why
-        for d, axis in value.axes:
-            joined = join(axes.get(d), axis)
-            assert joined is not None
-            axes[d] = joined
-    result = make(axes, mixed, why)
-    if along and len(parts) > 1 and (dim in axes or has_tokens(facts.out_shape[dim])):
-        axes.setdefault(dim, Axis())
-        return cut_axis(make(axes, mixed, why), dim, facts.out_shape[dim], "cat along tokens")
-    return result
+    parts = [part for part in facts.tensors if 0 not in facts.shape(part)]
+    joined = together((facts.value(part), same_place) for part in parts)
+    pieces = facts.node.args[0]
+    assert isinstance(pieces, (list, tuple))
+    if len(pieces) > 1 and has_tokens(facts.out_shape[dim]):
+        return cut_axis(joined, dim, facts.out_shape[dim], "cat along tokens")
+    return joined
 
 
 @rule("stack")
 def stack(facts: Facts) -> Value:
     dim = facts.dim(facts.argument(1, "dim", 0))
-    axes: dict[int, Axis] = {}
-    mixed, why = False, ""
-    for part in facts.operands:
-        value = facts.value(part)
-        mixed, why = mixed or value.mixed, why or value.why
-        for d, axis in value.axes:
-            at = d + (d >= dim)
-            joined = join(axes.get(at), axis)
-            assert joined is not None
-            axes[at] = joined
-    return make(axes, mixed, why)
+    return together((facts.value(part), lambda d: d + (d >= dim)) for part in facts.tensors)
 
 
-@rule("pad", "constant_pad_nd")
+@rule("pad", "constant_pad_nd", sizes=True)
 def pad(facts: Facts) -> Value:
-    source = first_operand(facts)
-    amounts = facts.argument(1, "pad")
+    source, amounts = facts.tensor(0, "self"), facts.argument(1, "pad")
     assert isinstance(amounts, (list, tuple))
-    value, shape = facts.value(source), facts.shape(source)
+    value, shape = facts.value(source), facts.out_shape
     for i in range(len(amounts) // 2):
-        dim = len(shape) - 1 - i
-        if dim in dict(value.axes) and (amounts[2 * i] != 0 or amounts[2 * i + 1] != 0):
-            value = cut_axis(value, dim, facts.out_shape[dim], "pads tokens")
+        dim, pair = len(shape) - 1 - i, amounts[2 * i : 2 * i + 2]
+        if list(pair) == [0, 0]:
+            continue
+        if has_tokens(shape[dim]):
+            value = cut_axis(value, dim, shape[dim], "pads tokens")
+        elif any(isinstance(amount, fx.Node) for amount in pair):
+            value = value.mix(A_VALUE)
     return value
 
 
 @rule("embedding", "index_select", "take")
-def embedding(facts: Facts) -> Value:
+def lookup(facts: Facts) -> Value:
     """Rows of a table by index. A table that depends on tokens is looked up across tokens."""
-    name = facts.node.target._opname  # type: ignore[union-attr]
-    table = first_operand(facts)
-    index = facts.argument({"embedding": 1, "index_select": 2, "take": 1}[name], "indices")
-    if not isinstance(index, fx.Node):
-        index = facts.node.kwargs.get("index")
-    assert isinstance(index, fx.Node)
-    dim = facts.dim(facts.argument(1, "dim"), table) if name == "index_select" else 0
-    values, picks = facts.value(table), facts.value(index)
-    axes = {}
-    for d, axis in picks.axes:
-        axes[d + dim] = axis
-    grown = len(facts.shape(index)) - 1
-    picked = name == "take" and not values.is_fixed
-    for d, axis in values.axes:
-        if d == dim:
-            picked = True
-            continue
-        axes[d + grown if d > dim else d] = axis
-    sized = has_tokens(facts.shape(table)[dim]) if facts.shape(table) else False
-    mixed = values.mixed or picks.mixed or picked or sized
-    return make(axes, mixed, values.why or picks.why or "indexes along tokens")
+    table = facts.tensor(0, "self")
+    index = facts.tensor(2 if facts.name == "index_select" else 1, "index")
+    dim = facts.dim(facts.argument(1, "dim"), table) if facts.name == "index_select" else 0
+    sizes, grown = facts.shape(table), len(facts.shape(index)) - 1
+    if facts.name == "take":  # from the flattened table
+        sized, kept = (
+            any(map(has_tokens, sizes)),
+            Value((), facts.value(table).mixed, facts.value(table).why),
+        )
+    else:
+        sized, kept = has_tokens(sizes[dim]) if sizes else False, facts.value(table)
+    places = [
+        (facts.value(index), lambda d: d + dim),
+        (kept, lambda d: None if d == dim else d + grown if d > dim else d),
+    ]
+    result = together(places)
+    return result.mix("indexes along tokens") if sized else result
 
 
 @rule("index", "_unsafe_index")
-def index(facts: Facts) -> Value:
+def index(facts: Facts) -> Result:
     """x[i, None, j, ...]: indexed dimensions go, the index tensors' joint shape comes in."""
-    source = first_operand(facts)
-    indices = facts.argument(1, "indices")
+    source, indices = facts.tensor(0, "self"), facts.argument(1, "indices")
     assert isinstance(indices, (list, tuple))
-    used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    tensors = [indices[d] for d in used]
-    if any(facts.node_dtype_is_bool(t) for t in tensors) or not used:
-        axes = {d: PERM for d, size in enumerate(facts.out_shape) if has_tokens(size)}
-        return make(axes, True, "selects tokens by a mask")
-    joint = max(len(facts.shape(t)) for t in tensors)
-    together = used == list(range(used[0], used[0] + len(used)))
-    start = used[0] if together else 0
-    value, shape = facts.value(source), facts.shape(source)
-    axes, mixed, why = _joint_axes(facts, tensors, joint, start)
-    place = 0
-    for dim in range(len(shape)):
-        if dim in used:
-            if dim in dict(value.axes) or has_tokens(shape[dim]):
-                mixed, why = True, why or "index along tokens"
-            continue
-        at = place + joint if (not together or place >= start) else place
-        if dim in dict(value.axes):
-            axes[at] = fitted(dict(value.axes)[dim], facts.out_shape[at])
-        place += 1
-    return make(axes, mixed or value.mixed, value.why or why)
+    picks = {dim: i for dim, i in enumerate(indices) if isinstance(i, fx.Node)}
+    if not picks or any(
+        "int" not in str(i.meta["dtype"]) or i.meta["dtype"].itemsize == 1 for i in picks.values()
+    ):
+        return facts.unknown("selects tokens by a mask")
+    value, shape, out = facts.value(source), facts.shape(source), facts.out_shape
+    joint = max(len(facts.shape(i)) for i in picks.values())
+    used = sorted(picks)
+    adjacent = used == list(range(used[0], used[0] + len(used)))
+    start = used[0] if adjacent else 0  # where the joint shape comes in
 
+    def remaining(dim: int) -> int | None:
+        place = dim - sum(u < dim for u in used)
+        return None if dim in picks else place + joint if place >= start else place
 
-def _joint_axes(
-    facts: Facts, tensors: list[fx.Node], joint: int, start: int
-) -> tuple[dict[int, Axis], bool, str]:
-    axes: dict[int, Axis] = {}
-    mixed, why = False, ""
-    for tensor in tensors:
-        value = facts.value(tensor)
-        mixed, why = mixed or value.mixed, why or value.why
+    def of_index(tensor: fx.Node) -> tuple[Value, Callable[[int], int | None]]:
         shift = start + joint - len(facts.shape(tensor))
-        for d, axis in value.axes:
-            joined = join(axes.get(d + shift), axis)
-            assert joined is not None
-            axes[d + shift] = joined
-    return axes, mixed, why
+        return facts.value(tensor), lambda dim: dim + shift
+
+    joined = together([(value, remaining), *map(of_index, picks.values())])
+    axes = {dim: fitted(axis, out[dim]) for dim, axis in joined.axes}
+    along = any(has_tokens(shape[dim]) for dim in used)
+    return make(axes, joined.mixed or along, joined.why or "index along tokens")
 
 
 @rule("gather", "take_along_dim")
-def gather(facts: Facts) -> Value:
-    source = first_operand(facts)
-    names = ("indices", 1, 2) if facts.node.target._opname == "take_along_dim" else ("index", 2, 1)  # type: ignore[union-attr]
-    index_node = facts.argument(names[1], names[0])
-    assert isinstance(index_node, fx.Node)
-    dim = facts.dim(facts.argument(names[2], "dim"), source)
-    value, picks = facts.value(source), facts.value(index_node)
-    axes = dict(picks.axes)
-    for d, axis in value.axes:
-        if d == dim:
-            continue
-        joined = join(axes.get(d), axis)
-        assert joined is not None
-        axes[d] = fitted(joined, facts.out_shape[d])
-    along = has_tokens(facts.shape(source)[dim])
-    return make(axes, value.mixed or picks.mixed or along, value.why or picks.why or "gather along tokens")
+def gather(facts: Facts) -> Result:
+    """out[.., e, ..] = source[.., index[e], ..] along `dim`; along the others elements stay at their place."""
+    source = facts.tensor(0, "self")
+    by, at = (1, 2) if facts.name == "take_along_dim" else (2, 1)
+    picks = facts.tensor(by, "indices" if by == 1 else "index")
+    if facts.argument(at, "dim") is None or len(facts.shape(source)) != len(facts.shape(picks)):
+        return facts.unknown("gather from a flattened tensor")
+    dim = facts.dim(facts.argument(at, "dim"), source)
+    sizes = list(zip(facts.shape(source), facts.shape(picks), strict=True))
+    along = has_tokens(sizes[dim][0])
+    cut = any(differ(pair) for d, pair in enumerate(sizes) if d != dim and 1 not in pair)
+    joined = together(
+        [(facts.value(picks), same_place), (facts.value(source), lambda d: None if d == dim else d)]
+    )
+    axes = {d: fitted(axis, facts.out_shape[d]) for d, axis in joined.axes}
+    return make(axes, joined.mixed or along or cut, joined.why or "gather along tokens")
 
 
-@rule("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill", "slice_scatter", "select_scatter")
-def scatter(facts: Facts) -> Value:
-    """Places values into a copy of the first operand along `dim`."""
-    source = first_operand(facts)
-    name = facts.node.target._opname  # type: ignore[union-attr]
-    position = 2 if name in ("slice_scatter", "select_scatter") else 1
-    dim = facts.dim(facts.argument(position, "dim", 0), source)
-    size = facts.out_shape[dim]
-    axes: dict[int, Axis] = {}
-    mixed, why = False, ""
-    for operand in facts.operands:
-        if operand.meta.get("shape") is None:
-            continue
-        value = facts.value(operand)
-        mixed, why = mixed or value.mixed, why or value.why
-        if name.startswith("index_") and operand is not source and len(facts.shape(operand)) == 1:
-            if not value.is_fixed:
-                mixed, why = True, why or f"{name} by token"
-            continue
-        for d, axis in value.axes:
-            at = d + (d >= dim) if name == "select_scatter" and operand is not source else d
-            joined = join(axes.get(at), axis)
-            assert joined is not None
-            axes[at] = joined
-    if has_tokens(size):
-        axes[dim] = fitted(Axis(), size)
-        return make(axes, True, why or "scatter along tokens")
-    axes.pop(dim, None)
-    return make({d: fitted(a, facts.out_shape[d]) for d, a in axes.items()}, mixed, why)
-
-
-@rule("index_put", "_unsafe_index_put", "masked_scatter", "nonzero", "masked_select", "_local_scalar_dense", "item")
-def unordered(facts: Facts) -> Value:
-    """Where the values go depends on other values: nothing is known unless all is fixed."""
-    fixed = all(facts.value(operand).is_fixed for operand in facts.operands)
-    shape = facts.shape(facts.node)
-    axes = {d: PERM for d, size in enumerate(shape) if has_tokens(size)}
-    if fixed and not axes:
-        return Value()
-    return make(axes, True, f"{facts.node.target} places values by value")
-
-
-@rule("unfold", "im2col", "as_strided")
-def unfold(facts: Facts) -> Value:
-    value = facts.value(first_operand(facts))
-    if value.is_fixed and not any(has_tokens(size) for size in facts.out_shape):
-        return value
-    axes = {d: PERM for d, size in enumerate(facts.out_shape) if has_tokens(size)}
-    return make(axes, True, "windows over tokens")
-
-
+def differ(sizes: Sequence[Size]) -> bool:
+    """Sizes of one dimension of which the smaller decides: then an element's own place matters, if T is in any."""
+    return len(set(sizes)) > 1 and any(map(has_tokens, sizes))

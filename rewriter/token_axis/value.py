@@ -14,12 +14,14 @@ A dimension whose size contains T but that is not among the axes is *uniform*: i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
 import sympy
 
-from ..graph import TOKENS, Size
+from regraft.rewriter.graph import TOKENS, Size
 
 Kind = Literal["ok", "odd", "perm"]
 """ok: rows in order; odd: rows in order but not T of them (padding, cuts); perm: order unknown."""
@@ -81,15 +83,19 @@ def make(axes: dict[int, Axis], mixed: bool, why: str = "") -> Value:
 
 
 def has_tokens(size: Size) -> bool:
-    return isinstance(size, sympy.Expr) and TOKENS in size.free_symbols
+    """True for a size that is not one number: it grows with T, or depends on values (`nonzero`)."""
+    return isinstance(size, sympy.Expr) and not size.is_number
 
 
 def tokens_multiple(size: Size) -> int | None:
     """c where size == c * T, else None."""
-    if not has_tokens(size):
-        return None
-    quotient = sympy.cancel(size / TOKENS)
-    return int(quotient) if quotient.is_Integer else None
+    return _multiple(size) if isinstance(size, sympy.Expr) else None
+
+
+@cache
+def _multiple(size: sympy.Expr) -> int | None:
+    quotient = sympy.cancel(size / TOKENS) if has_tokens(size) else None
+    return int(quotient) if quotient is not None and quotient.is_Integer else None
 
 
 def fitted(axis: Axis, size: Size) -> Axis:
@@ -99,10 +105,26 @@ def fitted(axis: Axis, size: Size) -> Axis:
     return axis
 
 
-def join(first: Axis | None, second: Axis | None) -> Axis | None:
+def join(first: Axis | None, second: Axis) -> Axis:
     """The axis of a dimension along which two operands are combined element by element."""
-    if first is None or second is None:
-        return first or second
-    if first == second:
-        return first
-    return PERM
+    return second if first is None or first == second else PERM
+
+
+def together(parts: Iterable[tuple[Value, Callable[[int], int | None]]]) -> Value:
+    """The value of elements combined one by one. `place(dim)` is where a part's dimension is in the result, None if
+    it is no dimension of the result.
+    """
+    axes: dict[int, Axis] = {}
+    mixed, why = False, ""
+    for value, place in parts:
+        mixed, why = mixed or value.mixed, why or value.why
+        for dim, axis in value.axes:
+            at = place(dim)
+            if at is not None:
+                axes[at] = join(axes.get(at), axis)
+    return make(axes, mixed, why)
+
+
+def same_place(dim: int) -> int:
+    """Every dimension of the operand is the same dimension of the result."""
+    return dim
