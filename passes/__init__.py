@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from regraft.passes import attention, experts, length_switch, positions
 from regraft.rewriter.pattern import Pass
 from regraft.rewriter.pipeline import GraphPass
-from . import experts, length_switch, positions
 
 PIPELINE: tuple[Pass | GraphPass, ...] = (
     experts.PASS,  # weights gathered per token -> rows sorted by expert
     length_switch.PASS,  # rope chosen by the row's length -> chosen by each request's
     positions.PASS,  # arange(T) -> position in the request
+    attention.PASS,  # softmax over keys -> paged_attention
 )
 
 __all__ = ["PIPELINE"]

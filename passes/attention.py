@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 
+import regraft.kernels.paged_attention  # noqa: F401 (registers the operator)
 from regraft.rewriter.attention_core import Core, Rows, find_core, find_rows, without_repeats
 from regraft.rewriter.formulas import Cell
 from regraft.rewriter.graph import TOKENS
