@@ -1,0 +1,56 @@
+"""The examples run, from a folder with a tiny chat model, as the README says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.families.models import build
+
+ROOT = Path(__file__).parents[2]
+CHAT = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved llama with 256 token ids, one for each byte."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT)
+    wrapped.save_pretrained(path)
+    build("llama").save_pretrained(path)
+    return path
+
+
+def run(script: str, *arguments: str | Path) -> str:
+    command = [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_quickstart(folder: Path) -> None:
+    printed = run("quickstart.py", folder, "--max-new-tokens", "8")
+    assert "paged_attention" in printed
+    assert "> What is the capital of France?" in printed
+    for name in ("Regraft", "one by one", "padded", "generate_batch"):
+        (line,) = [line for line in printed.splitlines() if name in line and "of 8" in line]
+        assert line.split()[-6:-3] != [] and " 64 " in line
+
+
+def test_benchmark(folder: Path) -> None:
+    printed = run("benchmark_cpu.py", folder, "--chats", "4")
+    assert printed.count("4 of 4") == 4
+    assert "Regraft is" in printed
