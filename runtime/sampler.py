@@ -17,7 +17,10 @@ from .request import Request
 from .sampling_params import WarpParams
 
 _MOST_CANDIDATES = 1024
+_FEW_CANDIDATES = 256
 _SPARE_CANDIDATES = 16
+_MASS_MARGIN = 1e-5
+_BLOCK = 2048
 
 
 def prepare(request: Request, vocab_size: int, device: torch.device, seed: Sequence[int]) -> None:
@@ -39,25 +42,33 @@ def prepare(request: Request, vocab_size: int, device: torch.device, seed: Seque
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
     """One token and its log-probability per request, from float logits [len(requests), vocab].
 
-    The log-probability is NaN where the logits are not fit to choose from.
+    The log-probability is NaN where the logits are not fit to choose from, and 0 where the request
+    does not want it.
     """
     scores = _process(logits.float(), requests)
-    greedy = [i for i, request in enumerate(requests) if request.generator is None]
-    if len(greedy) == len(requests):
-        return _lists(*_argmax(scores))
+    groups: dict[tuple[WarpParams | None, bool], list[int]] = {}
+    for i, request in enumerate(requests):
+        params = request.params
+        key = (params.warp, True) if params.do_sample else (None, params.logprobs)
+        groups.setdefault(key, []).append(i)
+    if len(groups) == 1:
+        tokens, logprobs = _choose(scores, *next(iter(groups)), requests)
+        return tokens.tolist(), logprobs.tolist()
     tokens = torch.empty(len(requests), dtype=torch.int64, device=scores.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=scores.device)
-    groups: dict[WarpParams | None, list[int]] = {None: greedy} if greedy else {}
-    for i, request in enumerate(requests):
-        if request.generator is not None:
-            groups.setdefault(request.params.warp, []).append(i)
-    for warp, rows in groups.items():
-        if warp is None:
-            tokens[rows], logprobs[rows] = _argmax(scores[rows])
-        else:
-            uniforms = _uniforms([requests[i] for i in rows], scores.device)
-            tokens[rows], logprobs[rows] = _draw(scores[rows], warp, uniforms)
-    return _lists(tokens, logprobs)
+    for (warp, wanted), rows in groups.items():
+        group = [requests[i] for i in rows]
+        tokens[rows], logprobs[rows] = _choose(scores[rows], warp, wanted, group)
+    return tokens.tolist(), logprobs.tolist()
+
+
+def _choose(
+    scores: torch.Tensor, warp: WarpParams | None, logprobs: bool, requests: Sequence[Request]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and log-probabilities of requests that are chosen alike; greedy if `warp` is None."""
+    if warp is None:
+        return _argmax(scores, logprobs=logprobs)
+    return _draw(scores, warp, _uniforms(requests, scores.device))
 
 
 def _process(scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
@@ -72,21 +83,29 @@ def _process(scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     return scores
 
 
-def _argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    best, tokens = scores.max(dim=-1)
-    return tokens, best - scores.logsumexp(dim=-1)
+def _argmax(scores: torch.Tensor, *, logprobs: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best token of each row and its log-probability, or 0 instead where nobody wants it."""
+    # numpy's argmax on the CPU is many times faster than torch's; both take a NaN for the largest.
+    on_cpu = scores.device.type == "cpu"
+    tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(dim=-1)
+    if logprobs:
+        return tokens, scores.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+    best = scores.gather(-1, tokens[:, None])[:, 0]
+    return tokens, best * 0  # NaN where the logits are not finite
 
 
 def _draw(
     scores: torch.Tensor, warp: WarpParams, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws from softmax(warped scores) at `uniforms` [n]."""
-    simple = warp == WarpParams(temperature=warp.temperature, top_k=warp.top_k, top_p=warp.top_p)
-    if not simple or not 0 < warp.top_k <= _MOST_CANDIDATES:
+    if 0 < warp.top_k <= _MOST_CANDIDATES and warp == _common_part(warp):
+        warped, ids, complete = _cut_by_count(scores, warp)
+    elif warp.top_p < 1.0 and warp == WarpParams(temperature=warp.temperature, top_p=warp.top_p):
+        warped, ids, complete = _cut_by_mass(scores, warp)
+    else:
         return _draw_from_all(scores, warp, uniforms)
-    warped, ids, complete = _top_candidates(scores, warp)
-    picks, logprobs = _invert(warped, uniforms)
-    tokens = ids.gather(-1, picks[:, None])[:, 0]
+    picks, logprobs = _invert(warped.flip(-1), uniforms)
+    tokens = ids.flip(-1).gather(-1, picks[:, None])[:, 0]
     rest = (~complete).nonzero()[:, 0]
     if rest.numel():
         tokens[rest], logprobs[rest] = _draw_from_all(scores[rest], warp, uniforms[rest])
@@ -100,43 +119,80 @@ def _draw_from_all(
     return _invert(build_warpers(warp, scores.device)(history, scores), uniforms)
 
 
-def _top_candidates(
+def _common_part(warp: WarpParams) -> WarpParams:
+    return WarpParams(
+        temperature=warp.temperature, top_k=warp.top_k, top_p=warp.top_p, min_p=warp.min_p
+    )
+
+
+# The two below find the few tokens that top-k and top-p leave without sorting the vocabulary:
+# warped scores and ids, [n, few] each, best first, and whether a row's tokens are all among them,
+# bool [n]. The distribution is that of transformers' warpers.
+
+
+def _cut_by_count(
     scores: torch.Tensor, warp: WarpParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Warped scores and ids of the few tokens that top-k leaves, [n, few] each, worst first.
-
-    The same distribution as by the warpers, without sorting the vocabulary. The third result, bool
-    [n], is False for a row with so many equal scores that top-k leaves more than these.
-    """
+    """By top-k, then the rest. Not complete: more scores than fit equal the k-th, and all stay."""
     vocab_size = scores.shape[-1]
     k = min(warp.top_k, vocab_size)
-    count = min(k + _SPARE_CANDIDATES, vocab_size)
-    values, ids = (scores / warp.temperature).topk(count, dim=-1)
-    # Top-k keeps every score that equals the k-th.
+    values, ids = scores.topk(min(k + _SPARE_CANDIDATES, vocab_size), dim=-1)
+    values = values / warp.temperature
     dropped = values < values[:, k - 1 : k]
-    complete = dropped[:, -1] if count < vocab_size else torch.ones_like(dropped[:, -1])
-    values, ids = values.masked_fill(dropped, -torch.inf).flip(-1), ids.flip(-1)
-    if warp.top_p < 1.0:
-        values = build_warpers(WarpParams(top_p=warp.top_p), scores.device)(ids, values)
-    return values, ids, complete
+    complete = dropped[:, -1] | (values.shape[-1] == vocab_size)
+    values = values.masked_fill(dropped, -torch.inf)
+    rest = WarpParams(top_p=warp.top_p, min_p=warp.min_p)
+    return build_warpers(rest, scores.device)(ids, values), ids, complete
+
+
+def _cut_by_mass(
+    scores: torch.Tensor, warp: WarpParams
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """By top-p alone. Not complete: tokens outside have probability that top-p does not cut."""
+    scores = scores / warp.temperature
+    values, ids = scores.topk(min(_FEW_CANDIDATES, scores.shape[-1]), dim=-1)
+    probs = (values - scores.logsumexp(dim=-1, keepdim=True)).exp().double()
+    above = probs.cumsum(dim=-1)
+    # Top-p drops a token if it and all below it come to no more than 1 - top_p; never the best.
+    dropped = 1 - (above - probs) <= 1 - warp.top_p
+    dropped[:, 0] = False
+    complete = (1 - above[:, -1] < 1 - warp.top_p - _MASS_MARGIN) | (
+        values.shape[-1] == scores.shape[-1]
+    )
+    return values.masked_fill(dropped, -torch.inf), ids, complete
 
 
 def _invert(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from softmax(scores), by inversion of its cumulative sum: index and logprob, [n] each."""
+    """Draws from softmax(scores) by inverting its cumulative sum: index and logprob, [n] each."""
+    count, width = scores.shape
     probs = scores.softmax(dim=-1)
-    cumulative = probs.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Strictly below the total, so that a token of probability 0 at the end is never drawn.
+    if width <= _BLOCK:
+        picks = _search(probs, uniforms)[0]
+    else:
+        # First a block, then a token in it: one cumulative sum over the vocabulary costs more.
+        blocks = torch.nn.functional.pad(probs, (0, -width % _BLOCK)).view(count, -1, _BLOCK)
+        block, rest = _search(blocks.sum(dim=-1, dtype=torch.float64), uniforms)
+        rows = torch.arange(count, device=scores.device)
+        picks = block * _BLOCK + _search(blocks[rows, block], rest)[0]
+        picks = picks.clamp(max=width - 1)  # where probabilities are NaN, so is the search
+    return picks, probs.gather(-1, picks[:, None]).log()[:, 0]
+
+
+def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which weight of each row [n, k] the share `uniforms` of their sum falls into, and where in
+    it (0 to 1).
+    """
+    sums = weights.double().cumsum(dim=-1)
+    total = sums[:, -1:]
+    # Strictly below the total, so that a weight of 0 at the end is never met.
     target = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    picks = torch.searchsorted(cumulative, target, right=True).clamp_(max=scores.shape[-1] - 1)
-    return picks[:, 0], probs.gather(-1, picks).log()[:, 0]
+    picks = torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    weight = weights.gather(-1, picks).double()
+    inside = (target - (sums.gather(-1, picks) - weight)) / weight
+    return picks[:, 0], inside[:, 0].clamp(0, 1)
 
 
 def _uniforms(requests: Sequence[Request], device: torch.device) -> torch.Tensor:
     """One number of [0, 1) from each request's own generator, float64 [n]."""
     draws = [torch.rand((), dtype=torch.float64, generator=r.generator) for r in requests]
     return torch.stack(draws).to(device)
-
-
-def _lists(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[list[int], list[float]]:
-    return tokens.tolist(), logprobs.tolist()

@@ -7,7 +7,7 @@ or a slot, once read, cannot hide.
     x[t]      = (7 * token[t] + 3 * position[t] + weight) % 89      the row; + 500 where the request is long
     sum[t]    = x[0] + ... + x[t]                                   from the cached rows
     state[t]  = (5 * state[t-1] + x[t]) % 97
-    logits[t] = -((11 * v + sum[t] + state[t]) % 101)               for v in the vocabulary: all different
+    logits[t] = -((11 * v + sum[t] + state[t]) % 509)               for v in the vocabulary: all different
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class ToyModel:
         max_positions: int | None = 512,
         switch_lengths: tuple[int, ...] = (),
         min_tokens: int = 1,
+        vocab_size: int = VOCAB,
     ) -> None:
         self.rows = (RowSpec("toy:x", (2,), torch.float32),) if has_rows else ()
         self.states = (StateSpec("toy:state", (1,), torch.float32),) if has_states else ()
-        self.vocab_size = VOCAB
+        self.vocab_size = vocab_size  # at most 509
         self.max_positions = max_positions
         self.dtype = torch.float32
         self.device = torch.device("cpu")
@@ -43,6 +44,7 @@ class ToyModel:
         self.min_tokens = min_tokens
         self.weight = 0
         self.fails_in = -1
+        self.num_steps = 0
         self.steps: list[dict[str, list]] = []
         self.keeps_steps = False
 
@@ -50,6 +52,7 @@ class ToyModel:
         return self.weight
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self.num_steps += 1
         self.fails_in -= 1
         if self.fails_in == 0:
             raise ArithmeticError("the toy broke")
@@ -74,7 +77,7 @@ class ToyModel:
                     total[t] += state
                 pool[slot, 0] = state
         rows = inputs["logits_rows"]
-        return -((11 * torch.arange(VOCAB) + total[rows][:, None]) % 101)
+        return -((11 * torch.arange(self.vocab_size) + total[rows][:, None]) % 509)
 
     def logits_of(self, tokens: Sequence[int]) -> torch.Tensor:
         """Logits after each token of one whole sequence, float32 [len, vocab]."""
@@ -86,7 +89,7 @@ class ToyModel:
             for t in range(len(tokens)):
                 state = (5 * state + x[t]) % 97
                 total[t] += state
-        return -((11 * torch.arange(VOCAB) + total[:, None]) % 101)
+        return -((11 * torch.arange(self.vocab_size) + total[:, None]) % 509)
 
     def continue_greedily(
         self, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()

@@ -1,0 +1,40 @@
+"""Engines over the toy model, and what must be true of one that has nothing left to do."""
+
+from __future__ import annotations
+
+import random
+
+from regraft.runtime.config import EngineConfig
+from regraft.runtime.engine import Engine
+from tests.runtime.toy import ToyModel
+
+SMALL = {
+    "max_batch_tokens": 32,
+    "chunk_size": 8,
+    "page_size": 4,
+    "cache_tokens": 400,
+    "max_requests": 8,
+}
+
+
+def make_engine(model: ToyModel | None = None, **fields) -> Engine:
+    options = {k: fields.pop(k) for k in ("tokenizer", "generation_config") if k in fields}
+    return Engine(model or ToyModel(), EngineConfig(**{**SMALL, **fields}), **options)
+
+
+def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(64) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def assert_idle(engine: Engine) -> None:
+    """Every page and slot is back and no request is left anywhere."""
+    loop, scheduler = engine._loop, engine._loop.scheduler
+    assert not engine.has_unfinished
+    assert not loop.live
+    assert not scheduler.running
+    assert not scheduler.waiting
+    pages, slots = scheduler.pages, scheduler.slots
+    assert sorted(pages._free) == list(range(1, pages.num_pages))
+    assert sorted(slots._free) == list(range(1, slots.num_slots))
+    assert not scheduler.tables.array.any()

@@ -1,0 +1,245 @@
+"""Whatever a caller gets wrong is told at once, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from regraft.runtime.errors import EngineBusyError, EngineClosedError, RequestError
+from tests.runtime.engines import assert_idle, make_engine, make_prompts
+from tests.runtime.toy import ToyModel
+
+BAD = [
+    ([], {}, "the prompt is empty: give at least one token"),
+    ([1, 64], {}, r"token 64 at index 1 of the prompt is outside the vocabulary of 64 \(0 to 63\)"),
+    ([-1], {}, "token -1 at index 0"),
+    ([1.5], {}, r"the prompt \[1.5\] is no flat list of whole numbers"),
+    ([True], {}, "no flat list of whole numbers"),
+    ([[1], [2, 3]], {}, "no flat list of whole numbers"),
+    (["a"], {}, "no flat list of whole numbers"),
+    (None, {}, "the prompt None is no flat list"),
+    ("text", {}, "the prompt 'text' is text, and the engine has no tokenizer"),
+    ([1] * 201, {"max_new_tokens": 1}, "201 tokens and 1 new ones are more than the 200 positions"),
+    ([1] * 190, {"max_new_tokens": 11}, "190 tokens and 11 new ones are more than the 200 posit"),
+    ([1] * 90, {"max_new_tokens": 31}, "90 tokens and 31 new ones are more than the 120 tokens of"),
+    ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
+    ([1], {"max_new_tokens": -5}, "max_new_tokens=-5"),
+    ([1], {"num_beams": 2}, "num_beams=2 is not supported"),
+    ([1], {"speed": 2}, "'speed' is no field of GenerationConfig"),
+    ([1], {"generation_config": {"top_k": 1}}, "give a transformers GenerationConfig"),
+]
+
+
+def bad_engine(index):
+    """The cache is smaller than the model's limit only where the cache is what is tested."""
+    return make_engine(ToyModel(max_positions=200), cache_tokens=120 if index == 11 else 400)
+
+
+@pytest.mark.parametrize("index", range(len(BAD)))
+def test_a_bad_request_is_refused_and_everybody_else_goes_on(index):
+    prompt, fields, message = BAD[index]
+    engine = bad_engine(index)
+    good = make_prompts(2)
+    stream = engine.stream(good[0], max_new_tokens=6)
+    tokens = [next(stream).token_id for _ in range(2)]
+    for call in (engine.add_request, engine.stream):
+        with pytest.raises(RequestError, match=message):
+            call(prompt, **fields)
+    steps = engine.model.num_steps
+    with pytest.raises(RequestError, match=message):
+        engine.generate([good[1], prompt, good[1]], **fields)
+    assert engine.model.num_steps == steps, "something ran before the refusal"
+    tokens += [token.token_id for token in stream]
+    assert tokens == engine.model.continue_greedily(good[0], 6)
+    (output,) = engine.generate(good[1:], max_new_tokens=4)
+    assert output.token_ids == engine.model.continue_greedily(good[1], 4)
+    assert_idle(engine)
+
+
+def test_requests_up_to_the_limit_are_served():
+    for tokens in (200, 120):
+        engine = make_engine(ToyModel(max_positions=200), cache_tokens=tokens)
+        prompt = [3] * (tokens - 4)
+        (output,) = engine.generate([prompt], max_new_tokens=4)
+        assert output.token_ids == engine.model.continue_greedily(prompt, 4)
+        (output,) = engine.generate([[3] * (tokens - 1)], max_new_tokens=1)
+        assert len(output.token_ids) == 1
+        engine.score([[3] * tokens])
+
+
+@pytest.mark.parametrize("prompts", ["text", [1, 2, 3], {"input_ids": [1]}, None, 5, b"ab"])
+def test_a_single_prompt_is_not_a_list_of_prompts(prompts):
+    engine = make_engine()
+    with pytest.raises(RequestError, match=r"give a list, one item per prompt|list of lists"):
+        engine.generate(prompts)
+    with pytest.raises(RequestError, match=r"give a list, one item per prompt|list of lists"):
+        engine.score(prompts)
+
+
+def test_an_id_that_is_no_string_is_refused():
+    with pytest.raises(RequestError, match="request_id=5 is no str"):
+        make_engine().add_request([1], request_id=5)
+
+
+def test_cancelling_who_is_not_there():
+    engine = make_engine()
+    with pytest.raises(RequestError, match="no live request has the id 'nobody'"):
+        engine.cancel("nobody")
+    name = engine.add_request([1], max_new_tokens=1)
+    engine.step()
+    with pytest.raises(RequestError, match="ended already, or never was"):
+        engine.cancel(name)
+    name = engine.add_request([1], max_new_tokens=1)
+    engine.cancel(name)
+    with pytest.raises(RequestError, match="ended already, or never was"):
+        engine.cancel(name)
+
+
+def test_a_closed_engine_says_so():
+    with make_engine() as engine:
+        stream = engine.stream([1, 2], max_new_tokens=9)
+        next(stream)
+        engine.add_request([1], max_new_tokens=9, request_id="queued")
+    assert list(stream) == []
+    assert stream.output.finish_reason == "cancelled"
+    assert len(stream.output.token_ids) == 1
+    for call in (
+        lambda: engine.generate([[1]]),
+        lambda: engine.stream([1]),
+        lambda: engine.add_request([1]),
+        lambda: engine.step(),
+        lambda: engine.cancel("queued"),
+        lambda: engine.score([[1]]),
+    ):
+        with pytest.raises(EngineClosedError, match="the engine is closed: make a new one"):
+            call()
+    assert isinstance(EngineClosedError(), RequestError)
+    engine.close()
+    assert not engine._loop.runner.pools
+
+
+class PausingModel(ToyModel):
+    """Waits in each step until it is told to go on."""
+
+    def __init__(self):
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, inputs):
+        self.entered.set()
+        assert self.go_on.wait(10)
+        return super().forward(inputs)
+
+
+def test_two_threads_in_step_and_what_others_may_do_meanwhile():
+    model = PausingModel()
+    engine = make_engine(model)
+    kept = engine.add_request([1, 2], max_new_tokens=2)
+    dropped = engine.add_request([3, 4], max_new_tokens=2)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(engine.step()))
+    thread.start()
+    assert model.entered.wait(10)
+    with pytest.raises(EngineBusyError, match="another thread is in a step"):
+        engine.step()
+    with pytest.raises(EngineBusyError, match="another thread is in a step"):
+        engine.generate([[5]])
+    late = engine.add_request([5, 6], max_new_tokens=2)
+    engine.cancel(dropped)
+    model.go_on.set()
+    thread.join()
+    while engine.has_unfinished:
+        seen += engine.step()
+    outputs = {token.request_id: token.output for token in seen if token.output}
+    assert {name: o.finish_reason for name, o in outputs.items()} == {
+        kept: "length",
+        dropped: "cancelled",
+        late: "length",
+    }
+    assert outputs[kept].token_ids == model.continue_greedily([1, 2], 2)
+    assert outputs[late].token_ids == model.continue_greedily([5, 6], 2)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prefilling", "decoding", "preempted"])
+def test_cancelling_in_every_phase_gives_everything_back(phase):
+    engine = make_engine(max_requests=2)
+    bystander = engine.add_request([7] * 5, max_new_tokens=30)
+    if phase == "waiting":
+        engine.add_request([8], max_new_tokens=30)
+    name = engine.add_request([9] * 90, max_new_tokens=30)
+    scheduler = engine._loop.scheduler
+    made = 0
+    for _ in range({"waiting": 2, "prefilling": 2, "decoding": 6, "preempted": 6}[phase]):
+        made += sum(token.request_id == name for token in engine.step())
+    if phase == "preempted":
+        scheduler._preempt(scheduler.running[-1])
+    engine.cancel(name)
+    assert all(request.request_id != name for request in scheduler.running)
+    assert name not in [request.request_id for request in scheduler.waiting.values()]
+    rest = []
+    while engine.has_unfinished:
+        rest += engine.step()
+    (last,) = [token for token in rest if token.request_id == name]
+    assert last.token_id is None
+    assert last.finish_reason == last.output.finish_reason == "cancelled"
+    assert last.output.token_ids == engine.model.continue_greedily([9] * 90, made)
+    assert (made > 0) == (phase in ("decoding", "preempted"))
+    (other,) = [t.output for t in rest if t.request_id == bystander and t.output]
+    assert other.token_ids == engine.model.continue_greedily([7] * 5, 30)
+    assert_idle(engine)
+
+
+def test_a_step_that_fails_ends_its_own_requests_only():
+    engine = make_engine(max_requests=2)
+    names = [engine.add_request([i] * 20, max_new_tokens=5) for i in range(4)]
+    seen = engine.step()
+    engine.model.fails_in = 1
+    with pytest.raises(ArithmeticError, match="the toy broke"):
+        engine.step()
+    while engine.has_unfinished:
+        seen += engine.step()
+    outputs = {token.request_id: token.output for token in seen if token.output}
+    assert [outputs[name].finish_reason for name in names] == ["error"] * 2 + ["length"] * 2
+    assert outputs[names[0]].error == "ArithmeticError: the toy broke"
+    for i in (2, 3):
+        assert outputs[names[i]].token_ids == engine.model.continue_greedily([i] * 20, 5)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("call", ["generate", "score", "stream"])
+def test_a_call_whose_step_fails_leaves_nothing_behind(call):
+    engine = make_engine(max_requests=2)
+    prompts = make_prompts(5)
+    calls = {
+        "generate": lambda: engine.generate(prompts, max_new_tokens=5),
+        "score": lambda: engine.score(prompts, schedule=3),
+        "stream": lambda: list(engine.stream(prompts[0], max_new_tokens=5)),
+    }
+    engine.model.fails_in = 2
+    with pytest.raises(ArithmeticError, match="the toy broke"):
+        calls[call]()
+    assert_idle(engine)
+    (output,) = engine.generate(prompts[:1], max_new_tokens=5)
+    assert output.token_ids == engine.model.continue_greedily(prompts[0], 5)
+
+
+def test_logits_that_are_not_finite_end_their_own_request_only():
+    engine = make_engine()
+    prompts = [[1, 2, 3], [60, 61, 62], [4, 5, 6]]
+    plain = engine.model._rows
+
+    def rows(tokens, positions, extents):
+        return plain(tokens, positions, extents).masked_fill(tokens == 61, float("nan"))
+
+    engine.model._rows = rows
+    outputs = engine.generate(prompts, max_new_tokens=4)
+    assert [o.finish_reason for o in outputs] == ["length", "error", "length"]
+    assert outputs[1].error == "the logits after its token 2 are not finite"
+    # Its page and slot were left full of NaN: whoever gets them next must not see that.
+    outputs = engine.generate([[1, 2, 3]] * 8, max_new_tokens=4)
+    assert {tuple(o.token_ids) for o in outputs} == {
+        tuple(engine.model.continue_greedily([1, 2, 3], 4))
+    }
+    assert_idle(engine)

@@ -1,0 +1,59 @@
+"""Engine settings: every wrong one is a ValueError that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from regraft.runtime import config as config_module
+from regraft.runtime.config import EngineConfig
+
+
+def test_defaults_are_valid_and_frozen():
+    config = EngineConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.page_size = 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0"),
+        ({"max_requests": -1}, "max_requests=-1"),
+        ({"page_size": 1.5}, r"page_size=1\.5"),
+        ({"chunk_size": True}, "chunk_size=True"),
+        ({"max_batch_tokens": 32}, "max_batch_tokens=32 is less than chunk_size=64"),
+        ({"cache_tokens": 0}, "cache_tokens=0"),
+        ({"memory_fraction": 0}, "memory_fraction=0 "),
+        ({"memory_fraction": 1.1}, r"memory_fraction=1\.1"),
+        ({"memory_fraction": "all"}, "memory_fraction='all'"),
+        ({"cache_tokens": 9, "memory_fraction": 0.5}, "give one of them"),
+        ({"fallback": "guess"}, "fallback='guess' is none of replay, refuse"),
+        ({"validate": True}, "validate=True is none of quick, full, off"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": "x"}, "seed='x'"),
+        ({"prefix_cache": True}, "prefix_cache=True is not available"),
+        ({"cuda_graphs": True}, "cuda_graphs=True is not available"),
+        ({"compile": 1}, "compile=1 is neither True nor False"),
+    ],
+)
+def test_a_wrong_setting_is_named(fields, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**fields)
+
+
+def test_an_unknown_setting_is_named_beside_the_known_ones():
+    with pytest.raises(ValueError, match=r"'page_sise' is no field of EngineConfig.*page_size"):
+        EngineConfig.from_fields(page_sise=4)
+    assert EngineConfig.from_fields(page_size=4).page_size == 4
+
+
+def test_every_field_is_documented_with_its_default():
+    text = Path(config_module.__file__).read_text()
+    for field in dataclasses.fields(EngineConfig):
+        docstring = re.search(rf'    {field.name}: .*\n    """([^"]|"[^"]+")*"""', text)
+        assert docstring, field.name
+        assert "default" in docstring.group(0), field.name

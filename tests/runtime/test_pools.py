@@ -1,0 +1,105 @@
+"""Pages and slots: handed out once, taken back once; sizes from declarations and memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from regraft.rewriter.declare import RowSpec, StateSpec
+from regraft.runtime import capacity as capacity_module
+from regraft.runtime.capacity import Capacity, plan_capacity
+from regraft.runtime.config import EngineConfig
+from regraft.runtime.pages import BlockTables, PagePool
+from regraft.runtime.runner import Runner
+from regraft.runtime.states import SlotPool
+from tests.runtime.toy import ToyModel
+
+
+def test_pages_are_handed_out_once_and_never_the_scratch_page():
+    pool = PagePool(num_pages=6, page_size=4)
+    first, second = pool.take(2), pool.take(3)
+    assert sorted(first + second) == [1, 2, 3, 4, 5]
+    assert pool.num_free == 0
+    pool.give_back(first)
+    assert sorted(pool.take(2)) == sorted(first)
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
+        pool.take(1)
+
+
+def test_a_page_given_back_twice_is_noticed():
+    pool = PagePool(num_pages=3, page_size=4)
+    pages = pool.take(2)
+    pool.give_back(pages)
+    with pytest.raises(AssertionError, match="twice"):
+        pool.give_back(pages[:1])
+
+
+@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
+def test_pages_for(tokens, pages):
+    assert PagePool(9, page_size=4).pages_for(tokens) == pages
+    assert PagePool(1, page_size=0).pages_for(tokens) == 0
+
+
+def test_block_tables_grow_and_forget():
+    tables = BlockTables(num_slots=3, width=1)
+    tables.extend(1, 0, [7])
+    tables.extend(1, 1, [5, 6])
+    tables.extend(2, 0, [9])
+    assert tables.array[:, :3].tolist() == [[0, 0, 0], [7, 5, 6], [9, 0, 0]]
+    tables.clear(1)
+    assert tables.array[1].sum() == 0
+    assert tables.array.dtype == np.int32
+
+
+def test_slots_are_handed_out_once_and_never_the_scratch_slot():
+    pool = SlotPool(num_slots=4)
+    assert sorted(pool.take() for _ in range(3)) == [1, 2, 3]
+    assert pool.num_free == 0
+    pool.give_back(2)
+    assert pool.take() == 2
+    with pytest.raises(AssertionError, match="belongs to nobody"):
+        pool.give_back(0)
+
+
+def test_capacity_from_tokens():
+    config = EngineConfig(cache_tokens=100, page_size=16, max_requests=5)
+    assert plan_capacity(config, ToyModel()) == Capacity(1 + 7, 16, 1 + 5)
+    without_rows = plan_capacity(config, ToyModel(has_rows=False))
+    assert without_rows == Capacity(1, 0, 1 + 5)
+    assert without_rows.max_tokens is None
+
+
+def test_capacity_from_memory(monkeypatch):
+    monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 100_000)
+    model = ToyModel(max_positions=None)
+    model.rows = (RowSpec("r", (25,), torch.float32),)  # 100 bytes a token
+    model.states = (StateSpec("s", (250,), torch.float32),)  # 1000 bytes a request
+    config = EngineConfig(memory_fraction=0.5, page_size=10, max_requests=1000)
+    planned = plan_capacity(config, model)
+    assert planned.num_slots == 25  # half of 50,000 bytes
+    assert planned.num_pages == 25
+    few = plan_capacity(EngineConfig(memory_fraction=0.5, page_size=10, max_requests=4), model)
+    assert (few.num_slots, few.num_pages) == (5, 45)
+    model.max_positions = 35
+    capped = plan_capacity(EngineConfig(memory_fraction=0.5, page_size=10, max_requests=4), model)
+    assert capped.num_pages == 1 + 4 * 4  # no more than four requests of full length can use
+    monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 3000)
+    with pytest.raises(ValueError, match=r"750 bytes hold no request .* 100 bytes, .* 1000 more"):
+        plan_capacity(EngineConfig(page_size=10), model)
+
+
+def test_free_memory_is_measured():
+    free = capacity_module._free_host_memory()
+    assert 0 < free < 2**50
+
+
+def test_pools_have_the_declared_shapes_and_start_at_zero():
+    model = ToyModel()
+    model.rows = (RowSpec("half", (3, 2), torch.bfloat16),)
+    runner = Runner(model, Capacity(num_pages=4, page_size=8, num_slots=3))
+    assert runner.pools["half"].shape == (4, 8, 3, 2)
+    assert runner.pools["half"].dtype == torch.bfloat16
+    assert runner.pools["toy:state"].shape == (3, 1)
+    assert all(not pool.any() for pool in runner.pools.values())
+    assert not any(pool.is_inference() for pool in runner.pools.values())
