@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import sympy
 import torch
 from torch import nn
+from torch._guards import ShapeGuard
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -163,14 +164,24 @@ def _token_range(watch: Watch) -> Interval:
     assert symbol is not None and shape_env is not None
     where = Interval(2)  # export takes sizes 0 and 1 apart from all others
     for index, guard in enumerate(shape_env.guards):
-        if guard.expr.free_symbols != {symbol} or "contiguous" in str(guard.sloc):
-            continue  # a question about strides only decides whether something is copied
+        if guard.expr.free_symbols != {symbol} or _about_layout(guard):
+            continue
         interval = guard_interval(guard.expr, symbol, EXAMPLE_TOKENS)
         if interval is None:
             problem = f"it holds only where {guard.expr} (T is {symbol})"
             raise Untraceable(watch.path_of_guard(index), problem, str(guard.sloc))
         where = where.meet(interval)
     return where
+
+
+def _about_layout(guard: ShapeGuard) -> bool:
+    """Whether a guard only decided how torch lays a result out in memory, not what is in it.
+
+    That is: whether a tensor is contiguous (and so whether it is copied), and along which dimensions `view` works its
+    way ("not divisible yet, so take one more").
+    """
+    asked_by = str(guard.sloc)
+    return "contiguous" in asked_by or ("_reshape_view_helper" in asked_by and isinstance(guard.expr, sympy.Ne))
 
 
 def _first_line(error: BaseException) -> str:

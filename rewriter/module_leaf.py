@@ -10,7 +10,7 @@ import contextlib
 import enum
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,7 +64,8 @@ class ShapeOf:
 class ModuleCall:
     """One call of an opaque module in a captured graph (`node.meta["leaf"]` of its operator's node).
 
-    `run` makes the call on real tensors; `results` describes what comes back.
+    `run` makes the call on real tensors; `results` describes what comes back. `writes` are the module's own tensors
+    that a forward pass of the model writes into: they are passed in, after the arguments, as what they are by then.
     """
 
     key: str
@@ -77,14 +78,14 @@ class ModuleCall:
     results: tuple[Any, ...]
     result_spec: pytree.TreeSpec
     tokens_at: tuple[_Slot, int, int, Affine] | None
-    writes: tuple[tuple[nn.Module, str], ...] = field(default=())
+    writes: tuple[tuple[nn.Module, str], ...] = ()
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """The module's own forward on these tensors; its attributes and buffers are as before afterwards."""
         args, kwargs = pytree.tree_unflatten(self._fill(tensors, sizes), self.argument_spec)
         with untouched(self.module), self.settings(self.module), torch.no_grad():
-            for owner, name in self.writes:
-                _set_tensor(owner, name, _get_tensor(owner, name).clone())
+            for (owner, name), value in zip(self.writes, tensors[len(tensors) - len(self.writes) :], strict=True):
+                set_tensor(owner, name, value.clone())
             output = self.forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -156,21 +157,19 @@ def attach_calls(graph: fx.Graph) -> None:
 
 
 def example_of(
-    forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Example, list[tuple[nn.Module, str]]]:
-    """Make a real call: its result, what to remember of it, and which tensors of the module it wrote into."""
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Example]:
+    """Make a real call: its result, and what to remember of it."""
     flat, _ = pytree.tree_flatten((args, kwargs))
     given = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
-    owned = [(owner, name, tensor, tensor._version) for owner, name, tensor in _owned(module)]
     versions = [tensor._version for tensor in given]
     output = forward(*args, **kwargs)
-    written = [(owner, name) for owner, name, tensor, version in owned if tensor._version != version]
     problem = ""
     if versions != [tensor._version for tensor in given]:
         problem = "it writes into its arguments"
     results, spec = pytree.tree_flatten(output)
     example = Example(tuple(map(_kept, flat)), tuple(map(_kept, results)), spec, problem)
-    return output, example, written
+    return output, example
 
 
 def _kept(value: Any) -> Any:
@@ -179,7 +178,8 @@ def _kept(value: Any) -> Any:
     return value
 
 
-def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def owned_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Every tensor that a module and its children hold: (holder, name, tensor)."""
     for owner in module.modules():
         for held in (owner._parameters, owner._buffers, vars(owner)):
             for name, value in held.items():
@@ -187,13 +187,14 @@ def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
                     yield owner, name, value
 
 
-def _get_tensor(owner: nn.Module, name: str) -> torch.Tensor:
+def get_tensor(owner: nn.Module, name: str) -> torch.Tensor:
+    """A tensor that a module holds."""
     value = getattr(owner, name)
     assert isinstance(value, torch.Tensor)
     return value
 
 
-def _set_tensor(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+def set_tensor(owner: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put another tensor in the place of an owned one, without registering anything."""
     for held in (owner._parameters, owner._buffers, vars(owner)):
         if name in held:

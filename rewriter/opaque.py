@@ -18,10 +18,12 @@ from .module_leaf import (
     emit,
     example_of,
     find_tokens,
+    get_tensor,
+    owned_tensors,
     shapes_in_tokens,
     split_arguments,
 )
-from .untouched import untouched, writes_undone
+from .untouched import storage_key, untouched, writes_undone
 
 LENGTHS = (37, 50, 71)
 """Lengths of the example calls: enough to tell a size that grows with T from one in blocks of it."""
@@ -51,7 +53,7 @@ class OpaqueModules:
         self._serial = next(_serial)
         self.paths: set[str] = set()
         self._examples: dict[str, list[list[Example]]] = {}
-        self._writes: dict[str, dict[tuple[int, str], tuple[nn.Module, str]]] = {}
+        self._written: set[int] = set()
         self._calls_seen: dict[str, int] = {}
         self._calls: dict[str, ModuleCall] = {}  # keeps them alive until a graph does
 
@@ -75,21 +77,20 @@ class OpaqueModules:
     def learn(self, run: Callable[[int], object]) -> None:
         """Run the real model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
         self._examples = {path: [[] for _ in LENGTHS] for path in self.paths}
-        self._writes = {path: {} for path in self.paths}
         for index, length in enumerate(LENGTHS):
-            with untouched(self._model), writes_undone(self._model):
+            with untouched(self._model), writes_undone(self._model) as written:
                 for path in self.paths:
                     module = self._modules[path]
                     module.forward = self._recorder(path, module, index)  # type: ignore[method-assign]
                 run(length)
+                self._written |= written.storages
 
     def _recorder(self, path: str, module: nn.Module, index: int) -> Callable[..., Any]:
         forward = module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            output, example, written = example_of(forward, module, args, kwargs)
+            output, example = example_of(forward, args, kwargs)
             self._examples[path][index].append(example)
-            self._writes[path].update({(id(owner), name): (owner, name) for owner, name in written})
             return output
 
         return record
@@ -115,6 +116,11 @@ class OpaqueModules:
 
     def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
+        writes = tuple(
+            (owner, name)
+            for owner, name, tensor in owned_tensors(module)
+            if storage_key(tensor) in self._written
+        )
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             number = self._calls_seen.get(path, 0)
@@ -134,10 +140,10 @@ class OpaqueModules:
                 results=results,
                 result_spec=examples[0].result_spec,
                 tokens_at=find_tokens(taken),
-                writes=tuple(self._writes[path].values()),
+                writes=writes,
             )
             self._calls[call.key] = call
-            return emit(call, tensors, sizes)
+            return emit(call, [*tensors, *(get_tensor(owner, name) for owner, name in writes)], sizes)
 
         return stand_in
 

@@ -18,7 +18,7 @@ from torch.utils._sympy.functions import Max, Min
 FAR = 1 << 24
 """A number of tokens that no row reaches: what holds from some point up to here holds without bound."""
 
-_DENSE = 4096
+_DENSE = 256
 _MAX_PIECES = 64
 
 
@@ -35,8 +35,11 @@ class Interval:
 
 
 def holds(guard: sympy.Basic, symbol: sympy.Symbol, value: int) -> bool:
-    """Whether `guard` is true with `symbol` = `value`."""
-    return bool(guard.xreplace({symbol: sympy.Integer(value)}) == sympy.true)
+    """Whether `guard` is true with `symbol` = `value`. Where it divides by zero it does not hold."""
+    try:
+        return bool(guard.xreplace({symbol: sympy.Integer(value)}) == sympy.true)
+    except (ZeroDivisionError, AssertionError):  # what the symbolic Mod raises for operands that it is not defined for
+        return False
 
 
 def guard_interval(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> Interval | None:
@@ -49,9 +52,10 @@ def guard_interval(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> In
         return None
     points = _breakpoints(guard, symbol)
     linear = points is not None
-    probes = sorted({p for q in points for p in (q - 1, q, q + 1) if 1 <= p <= FAR}) if points else []
-    if not linear:
-        probes = [*range(1, _DENSE), *(1 << n for n in range(12, 25)), *((1 << n) + 1 for n in range(12, 24))]
+    if points is None:
+        probes = _probes(guard)
+    else:
+        probes = sorted({p for q in points for p in (q - 1, q, q + 1) if 1 <= p <= FAR})
     low, high = 1, None
     for probe in probes:
         if holds(guard, symbol, probe):
@@ -64,6 +68,13 @@ def guard_interval(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> In
     if high is None:
         return Interval(low)
     return Interval(low, high) if linear and high > low else None
+
+
+def _probes(guard: sympy.Basic) -> list[int]:
+    """Numbers to try where the breakpoints are not known: all small ones, and around multiples of every divisor."""
+    near = {factor * int(abs(c)) + d for c in guard.atoms(sympy.Integer) for factor in range(1, 5) for d in range(-2, 3)}
+    powers = {(1 << n) + d for n in range(8, 25) for d in (-1, 0, 1)}
+    return sorted(p for p in near | powers | set(range(1, _DENSE)) if 1 <= p <= FAR)
 
 
 def simplify_size(expr: sympy.Basic, symbol: sympy.Symbol, where: Interval) -> sympy.Basic:

@@ -82,17 +82,25 @@ def _same_contents(value: Any, contents: Any) -> bool:
 
 
 @contextlib.contextmanager
-def writes_undone(model: nn.Module) -> Iterator[None]:
+def writes_undone(model: nn.Module) -> Iterator[CopyBeforeWrite]:
     """Undo, on leaving, every in-place write into the model's parameters, buffers and other attribute tensors.
 
-    Only tensors that are written are copied, at the moment of the first write.
+    Only tensors that are written are copied, at the moment of the first write. Gives the recorder, whose `storages`
+    say what was written.
     """
-    guard = _CopyBeforeWrite(tensors_of(model))
+    recorder = CopyBeforeWrite(tensors_of(model))
     try:
-        with guard:
-            yield
+        with recorder:
+            yield recorder
     finally:
-        guard.undo()
+        recorder.undo()
+
+
+@contextlib.contextmanager
+def borrowed(model: nn.Module) -> Iterator[None]:
+    """For a forward pass of the model's own that must leave no trace in it: `untouched` and `writes_undone`."""
+    with untouched(model), writes_undone(model):
+        yield
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
@@ -106,12 +114,12 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
-class _CopyBeforeWrite(TorchDispatchMode):
+class CopyBeforeWrite(TorchDispatchMode):
     """Keeps the old contents of the protected storages that an operation is about to write to."""
 
     def __init__(self, protected: list[torch.Tensor]) -> None:
         super().__init__()
-        self._protected = {_storage_key(t): t for t in protected if t.device.type != "meta"}
+        self._protected = {storage_key(t): t for t in protected if t.device.type != "meta"}
         self._old: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -128,10 +136,15 @@ class _CopyBeforeWrite(TorchDispatchMode):
     def _keep(self, value: object) -> None:
         for tensor in tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                key = _storage_key(tensor)
+                key = storage_key(tensor)
                 if key in self._protected and key not in self._old:
                     storage = tensor.untyped_storage()
                     self._old[key] = (storage, storage.clone())
+
+    @property
+    def storages(self) -> set[int]:
+        """Keys (see `storage_key`) of the protected storages written so far."""
+        return set(self._old)
 
     def undo(self) -> None:
         """Put the old contents back."""
@@ -140,5 +153,6 @@ class _CopyBeforeWrite(TorchDispatchMode):
         self._old.clear()
 
 
-def _storage_key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
     return tensor.untyped_storage()._cdata
