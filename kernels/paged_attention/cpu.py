@@ -143,7 +143,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqs: Plan, scale: floa
                 query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale
             )
         )
-    return torch.cat(outs)[:, :, :group].reshape(q.shape)
+    return torch.cat(outs)[:, :, :group].reshape(q.shape).contiguous()
 
 
 def _product_height(group: int, dtype: torch.dtype) -> int:
@@ -222,7 +222,7 @@ def _weights(block: Block, scores: Tensor, scoring: Scoring) -> Tensor:
         scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     if scoring.alibi_slopes is not None:
         # slope * key position, less a constant of the query's: it keeps its digits at any length.
-        scores -= scoring.alibi_slopes[:, None, None] * distance
+        scores -= scoring.alibi_slopes.to(scores.dtype)[:, None, None] * distance
     if scoring.rel_bias is not None:
         scores += _bias_by_distance(scoring.rel_bias[block.row :][: len(block.q)], distance)
     scores.masked_fill_(~_mask(block, distance, scoring), float("-inf"))

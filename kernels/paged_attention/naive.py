@@ -49,7 +49,7 @@ def paged_attention_naive(
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
                 if alibi_slopes is not None:
-                    scores = scores + alibi_slopes[head] * attended
+                    scores = scores + alibi_slopes[head].to(wide) * attended
                 if rel_bias is not None:
                     bias = torch.zeros_like(scores)
                     near = pos - attended < rel_bias.shape[2]

@@ -119,6 +119,10 @@ def check(
         _expect("alibi_slopes", alibi_slopes, (heads,))
     if rel_bias is not None:
         _expect("rel_bias", rel_bias, (tokens, heads, *rel_bias.shape[2:3]))
+        if rel_bias.shape[2] == 0:
+            raise ValueError(
+                f"rel_bias: expected shape [{tokens}, {heads}, W > 0], got [{tokens}, {heads}, 0]"
+            )
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads evenly")
     if min(window, chunk, softcap) < 0:

@@ -1,0 +1,168 @@
+"""Paged attention on the GPU: which kernel runs, on what grid and with what tiles.
+
+Nothing here reads a tensor's values: grids come from shapes, so a captured CUDA graph stays right
+when lengths change.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from .triton_decode import combine_kernel, decode_kernel
+from .triton_prefill import prefill_kernel
+
+_MIN_SPLIT = 256
+"""A split of a history shorter than this does not pay for combining it."""
+
+_MAX_SPLITS = 64
+
+
+def paged_attention_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    rel_bias: Tensor | None = None,
+    *,
+    splits: int | None = None,
+    min_split: int = _MIN_SPLIT,
+) -> Tensor:
+    """`paged_attention` by Triton kernels.
+
+    Sequences with one new token go to the decode kernel, which cuts a history into `splits`; the
+    others go to the prefill kernel. A row with no more tokens than sequences is a decode step, and
+    the decode kernel alone serves it, whatever the sequences' lengths.
+    """
+    tokens, heads, width = q.shape
+    kv_heads, v_width = v.shape[1:]
+    group, seqs, page_size = heads // kv_heads, len(context_lens), k_cache.shape[1]
+    out = q.new_empty(tokens, heads, v_width)
+    if not tokens:
+        return out
+    operands = (q, k, v, k_cache, v_cache)
+    common: dict[str, Any] = {
+        "operands": operands,
+        "strides": tuple(x.stride() for x in operands),
+        "extras": (sinks, alibi_slopes, rel_bias),
+        "rel_strides": (0, 0, 0) if rel_bias is None else rel_bias.stride(),
+        "out_ptr": out,
+        "cu_seqlens_ptr": cu_seqlens,
+        "context_lens_ptr": context_lens,
+        "block_table_ptr": block_table,
+        "stride_table": block_table.stride(0),
+        "slot_mapping_ptr": slot_mapping,
+        "num_tokens": tokens,
+        "scale": scale,
+        "WINDOW": window,
+        "CHUNK": chunk,
+        "SCORE": (softcap, alibi_slopes is not None, 0 if rel_bias is None else rel_bias.shape[2]),
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "D": _parts(width),
+        "DV": _parts(v_width),
+        "enable_fp_fusion": True,  # else Triton 3.9 warns that its default will change
+    }
+    decode_only = tokens <= seqs
+    if seqs:
+        rows = min(tokens, seqs)
+        if splits is None:
+            splits = _num_splits(q.device, rows * kv_heads, block_table.shape[1] * page_size)
+        tiles = _decode_tiles(group, max(width, v_width), q.element_size())
+        _decode(common, rows, splits, MIN_SPLIT=min_split, EVERY_TOKEN=decode_only, **tiles)
+    if not decode_only:
+        tiles = _prefill_tiles(group, max(width, v_width), q.element_size())
+        block = tiles["M"] // group
+        prefill_kernel[(tokens // block + seqs + 1, kv_heads)](
+            num_seqs=seqs, Q=block, W=triton.next_power_of_2(block), **tiles, **common
+        )
+    return out
+
+
+def _decode(common: dict[str, Any], rows: int, splits: int, **options: Any) -> None:
+    """Both kernels of a decode; `rows` are the sequences, or with EVERY_TOKEN the tokens."""
+    out, cu_seqlens = common["out_ptr"], common["cu_seqlens_ptr"]
+    _, heads, v_width = out.shape
+    seqs = len(cu_seqlens) - 1
+    scratch = (None, None)
+    if splits > 1:
+        partial = torch.empty(rows, heads, splits, v_width, dtype=torch.float32, device=out.device)
+        scratch = (
+            partial,
+            torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device),
+        )
+    decode_kernel[(seqs, heads // common["GROUP"], splits)](
+        scratch=scratch, num_rows=rows, SPLITS=splits, **options, **common
+    )
+    if splits > 1:
+        combine_kernel[(rows, heads)](
+            scratch,
+            out,
+            cu_seqlens,
+            seqs,
+            rows,
+            EVERY_TOKEN=options["EVERY_TOKEN"],
+            DV=v_width,
+            SPLITS=splits,
+            S=triton.next_power_of_2(splits),
+            V=triton.next_power_of_2(v_width),
+            enable_fp_fusion=True,
+        )
+
+
+def _parts(width: int) -> tuple[int, int, int]:
+    """A head size and two powers of two that cover it, the second for what is left: 576 is 512 and 64.
+
+    One power of two that covers it would load and multiply up to twice as much.
+    """
+    main = max(16, 1 << (width.bit_length() - 1))
+    rest = max(0, width - main)
+    return width, main, max(16, triton.next_power_of_2(rest)) if rest else 0
+
+
+def _num_splits(device: torch.device, programs: int, max_length: int) -> int:
+    """Splits of a history such that a small batch fills the device eight times over."""
+    wanted = -(-8 * _num_processors(device) // programs)
+    return max(1, min(wanted, -(-max_length // _MIN_SPLIT), _MAX_SPLITS))
+
+
+@functools.cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1  # Triton's interpreter
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _decode_tiles(group: int, width: int, itemsize: int) -> dict[str, int]:
+    tile = 64 if width <= 128 else 32 if width <= 256 else 16
+    return {
+        "M": max(16, triton.next_power_of_2(group)),
+        "N": max(16, tile * 2 // itemsize),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+
+
+def _prefill_tiles(group: int, width: int, itemsize: int) -> dict[str, int]:
+    tile = 128 if width <= 128 else 64 if width <= 256 else 32
+    return {
+        "M": max(tile * 2 // itemsize, 16, triton.next_power_of_2(group)),
+        "N": max(16, (64 if width <= 128 else 32 if width <= 256 else 16) * 2 // itemsize),
+        "num_warps": 8 if width <= 128 else 4,
+        "num_stages": 2,
+    }

@@ -1,0 +1,153 @@
+"""One new token a sequence: split the history, attend to the splits side by side, combine them."""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tile import (
+    attend_history,
+    attend_new,
+    empty_state,
+    first_key,
+    load_queries,
+    store_rows,
+    write_rows,
+)
+
+NEW_TILE = tl.constexpr(16)
+"""Keys of this step a tile: nearly always there is one, and a tensor core wants 16."""
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+def decode_kernel(
+    operands, strides, extras, rel_strides, out_ptr, scratch,
+    cu_seqlens_ptr, context_lens_ptr, block_table_ptr, stride_table, slot_mapping_ptr,
+    num_tokens, num_rows, scale,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program a (sequence, key head, split).
+
+    Keys of this step are read from `k`, those before it from the pages, so no program reads what another writes.
+    Split 0 takes this step's keys and writes them to the pages. A sequence with several new tokens is left to the
+    prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn.
+    """
+    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g_M = tl.arange(0, M)
+    head_M = kv_head * GROUP + g_M
+    is_row_M = g_M < GROUP
+    start = tl.load(cu_seqlens_ptr + seq)
+    end = tl.load(cu_seqlens_ptr + seq + 1)
+    context = tl.load(context_lens_ptr + seq)
+    if EVERY_TOKEN:
+        zero_row_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, GROUP, DV, M)
+    else:
+        end = tl.where(end - start == 1, end, start)
+
+    for token in range(start, end):
+        pos = context + token - start
+        token_M = token + g_M * 0
+        q, queries = load_queries(
+            operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + g_M * 0, WINDOW, CHUNK, D
+        )  # fmt: skip
+        state = empty_state(extras[0], split == 0, head_M, is_row_M, M, DV)
+        first = first_key(pos, WINDOW, CHUNK)
+        state = attend_new(
+            state, q, queries, operands, strides, start - context, kv_head,
+            tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
+        )  # fmt: skip
+        share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), SPLITS))
+        share = tl.cdiv(share, N) * N
+        begin = first + split * share
+        state = attend_history(
+            state, q, queries, operands, strides, block_table_ptr + seq.to(tl.int64) * stride_table, kv_head,
+            begin, tl.minimum(context, begin + share), scale, SCORE, PAGE_SIZE, D, DV, N,
+        )  # fmt: skip
+        token_1 = token + tl.arange(0, 1)
+        is_writer_1 = tl.arange(0, 1) + split == 0
+        write_rows(
+            operands, strides, slot_mapping_ptr, token_1, is_writer_1, kv_head, PAGE_SIZE, D, DV
+        )
+        row_M = token_M if EVERY_TOKEN else seq + g_M * 0
+        store_state(
+            state,
+            out_ptr,
+            scratch,
+            token_M,
+            row_M,
+            num_rows,
+            head_M,
+            is_row_M,
+            split,
+            GROUP,
+            SPLITS,
+            DV,
+        )
+
+
+@triton.jit
+def zero_row_of_nobody(
+    out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, GROUP: tl.constexpr, DV: tl.constexpr, M: tl.constexpr
+):  # fmt: skip
+    """Zero the row with this sequence's number if it lies after the last sequence's tokens."""
+    row = tl.program_id(0)
+    covered = tl.load(cu_seqlens_ptr + tl.num_programs(0))
+    is_nobodys = (tl.program_id(2) == 0) & (row >= covered) & (row < num_tokens)
+    _, _, zeros = empty_state(None, False, head_M, is_row_M, M, DV)
+    at_M = (row.to(tl.int64) * tl.num_programs(1) * GROUP + head_M) * DV[0]
+    store_rows(out_ptr, zeros, at_M, tl.arange(0, M) < tl.where(is_nobodys, GROUP, 0), 1, DV)
+
+
+@triton.jit
+def store_state(
+    state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, split,
+    GROUP: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Store the result of the only split, or one split's state in its row of scratch."""
+    top_M, sum_M, acc = state
+    num_heads = tl.num_programs(1) * GROUP
+    if SPLITS == 1:
+        at_M = (token_M.to(tl.int64) * num_heads + head_M) * DV[0]
+        store_rows(
+            out_ptr, (acc[0] / sum_M[:, None], acc[1] / sum_M[:, None]), at_M, is_row_M, 1, DV
+        )
+    else:
+        partial_ptr, stats_ptr = scratch
+        at_M = (row_M.to(tl.int64) * num_heads + head_M) * SPLITS + split
+        tl.store(stats_ptr + at_M, top_M, mask=is_row_M)
+        behind = num_rows.to(tl.int64) * num_heads * SPLITS
+        tl.store(stats_ptr + behind + at_M, sum_M, mask=is_row_M)
+        store_rows(partial_ptr, acc, at_M * DV[0], is_row_M & (top_M > float("-inf")), 1, DV)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_rows"])
+def combine_kernel(
+    scratch, out_ptr, cu_seqlens_ptr, num_seqs, num_rows,
+    EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """One program a (row of scratch, head). Splits that had no key left their values unwritten."""
+    partial_ptr, stats_ptr = scratch
+    row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if EVERY_TOKEN:
+        token = row
+        exists = row < tl.load(cu_seqlens_ptr + num_seqs)
+    else:
+        token = tl.load(cu_seqlens_ptr + row)
+        exists = tl.load(cu_seqlens_ptr + row + 1) - token == 1
+    s_S, d_V = tl.arange(0, S), tl.arange(0, V)
+    at_S = (row.to(tl.int64) * num_heads + head) * SPLITS + s_S
+    valid_S = s_S < tl.where(exists, SPLITS, 0)
+    top_S = tl.load(stats_ptr + at_S, mask=valid_S, other=float("-inf"))
+    behind = num_rows.to(tl.int64) * num_heads * SPLITS
+    sum_S = tl.load(stats_ptr + behind + at_S, mask=valid_S, other=0.0)
+    weight_S = tl.exp2(top_S - tl.where(exists, tl.max(top_S, 0), 0.0))
+    full_SV = (valid_S & (top_S > float("-inf")))[:, None] & (d_V < DV)[None, :]
+    acc_SV = tl.load(partial_ptr + at_S[:, None] * DV + d_V[None, :], mask=full_SV, other=0.0)
+    total = tl.where(exists, tl.sum(sum_S * weight_S, 0), 1.0)
+    acc_V = tl.sum(acc_SV * weight_S[:, None], 0) / total
+    to = out_ptr + (token.to(tl.int64) * num_heads + head) * DV + d_V
+    tl.store(to, acc_V.to(out_ptr.dtype.element_ty), mask=d_V < tl.where(exists, DV, 0))

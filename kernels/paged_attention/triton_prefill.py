@@ -1,0 +1,93 @@
+"""Several new tokens a sequence, over a paged history: one kernel for a ragged row."""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_tile import (
+    attend_history,
+    attend_new,
+    empty_state,
+    first_key,
+    load_queries,
+    store_rows,
+    write_rows,
+)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, num_seqs, block, BLOCK_Q: tl.constexpr):
+    """The sequence whose queries a block takes: block cu_seqlens[r] // BLOCK_Q + r is the first of r.
+
+    Most sequences get a block too many, but nothing has to be counted on the host. The rows after the last sequence
+    count as one more sequence.
+    """
+    low = block * 0
+    high = low + num_seqs + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = tl.load(cu_seqlens_ptr + middle) // BLOCK_Q + middle
+        low = tl.where(begins <= block, middle, low)
+        high = tl.where(begins <= block, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def prefill_kernel(
+    operands, strides, extras, rel_strides, out_ptr,
+    cu_seqlens_ptr, context_lens_ptr, block_table_ptr, stride_table, slot_mapping_ptr,
+    num_tokens, num_seqs, scale,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One program a (block of Q tokens of one sequence, key head).
+
+    Row m is query m % GROUP of the key head's group, of the block's token m // GROUP. A block writes its tokens' keys
+    and values to the pages (W is Q rounded up to a power of two), and all read this step's from `k` and `v`.
+    Sequences with one new token are the decode kernel's.
+    """
+    block, kv_head = tl.program_id(0), tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    seq = find_sequence(cu_seqlens_ptr, num_seqs, block, Q)
+    is_seq = seq < num_seqs
+    start = tl.load(cu_seqlens_ptr + seq)
+    end = tl.load(cu_seqlens_ptr + seq + 1, mask=is_seq, other=num_tokens)
+    context = tl.load(context_lens_ptr + seq, mask=is_seq, other=0)
+    from_token = start + (block - start // Q - seq) * Q
+    to_token = tl.minimum(end, from_token + Q)
+    to_token = tl.where(is_seq & (end - start == 1), from_token, to_token)
+
+    m_M = tl.arange(0, M)
+    token_M = from_token + m_M // GROUP
+    head_M = kv_head * GROUP + m_M % GROUP
+    is_row_M = (m_M < Q * GROUP) & (token_M < to_token)
+    pos = context + from_token - start
+    q, queries = load_queries(
+        operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + m_M // GROUP, WINDOW, CHUNK, D
+    )  # fmt: skip
+    state = empty_state(extras[0], is_seq, head_M, is_row_M, M, DV)
+    first = first_key(pos, WINDOW, CHUNK)
+    works = is_seq & (from_token < to_token)
+    state = attend_history(
+        state, q, queries, operands, strides, block_table_ptr + seq.to(tl.int64) * stride_table, kv_head,
+        first, tl.where(works, context, 0), scale, SCORE, PAGE_SIZE, D, DV, N,
+    )  # fmt: skip
+    state = attend_new(
+        state, q, queries, operands, strides, start - context, kv_head,
+        tl.maximum(first, context), tl.where(works, context + to_token - start, 0), scale, SCORE, D, DV, N,
+    )  # fmt: skip
+
+    _, sum_M, acc = state
+    sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)[
+        :, None
+    ]  # rows of nobody have seen no key: they become zero
+    at_M = (token_M.to(tl.int64) * num_heads + head_M) * DV[0]
+    store_rows(out_ptr, (acc[0] / sum_M, acc[1] / sum_M), at_M, is_row_M, 1, DV)
+    token_W = from_token + tl.arange(0, W)
+    is_written_W = (tl.arange(0, W) < Q) & (token_W < tl.where(works, to_token, 0))
+    write_rows(
+        operands, strides, slot_mapping_ptr, token_W, is_written_W, kv_head, PAGE_SIZE, D, DV
+    )
