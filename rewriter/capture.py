@@ -152,6 +152,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
+            # `untouched` gives every attribute back as it was
+            warnings.filterwarnings("ignore", message="The tensor attribute.* assigned during export")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
