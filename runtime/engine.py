@@ -10,9 +10,11 @@ from typing import Any, Self
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from .capacity import plan_capacity
 from .config import EngineConfig
+from .drop_in import Stopwatch, as_generation_output
 from .errors import RequestError
 from .factory import RequestFactory
 from .loop import StepLoop
@@ -79,9 +81,42 @@ class Engine:
         self._loop.check_open()
         requests = self._factory.make(as_list(prompts), generation_config, fields)
         collector = Collector(requests, progress=progress)
-        with collector.bar:
-            self._run(requests, lambda: collector.pending == 0)
+        self._collect(requests, collector)
         return [_output_of(request) for request in requests]
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Any],
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        persistent_manager: bool = False,
+        warmup: bool = True,
+        **fields: Any,
+    ) -> dict[str, GenerationOutput]:
+        """Transformers' `model.generate_batch`: its arguments, its result type, this engine.
+
+        Results are in the order of `inputs`. There is no manager to keep and nothing to warm up, so
+        `persistent_manager` and `warmup` change nothing; a `continuous_batching_config` is a
+        RequestError, since it sizes what an EngineConfig sizes here.
+        """
+        self._loop.check_open()
+        if continuous_batching_config is not None:
+            raise RequestError(
+                "continuous_batching_config sizes transformers' own engine: leave it out, and give "
+                "this one an EngineConfig when it is made"
+            )
+        requests = self._factory.make(as_list(inputs, "inputs"), generation_config, fields)
+        collector = Collector(requests, progress=progress_bar)
+        watch = Stopwatch(requests)
+        self._collect(requests, collector)
+        return {
+            request.request_id: as_generation_output(
+                _output_of(request), watch, record_timestamps=record_timestamps
+            )
+            for request in requests
+        }
 
     def stream(
         self,
@@ -182,6 +217,10 @@ class Engine:
         (request,) = self._factory.make([prompt], generation_config, fields, request_id)
         request.detokenizer = self._factory.detokenizer()
         return request
+
+    def _collect(self, requests: Sequence[Request], collector: Collector) -> None:
+        with collector.bar:
+            self._run(requests, lambda: collector.pending == 0)
 
     def _run(self, requests: Sequence[Request], done: Callable[[], bool]) -> None:
         """Runs steps until `done`; on an error none of the requests stays behind."""

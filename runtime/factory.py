@@ -61,7 +61,7 @@ class RequestFactory:
         for ids, params in zip(tokens, all_params):
             self._check_length(len(ids), params.max_new_tokens)
             arrival = next(self._arrivals)
-            name = f"request-{arrival}" if request_id is None else request_id
+            name = f"regraft-request-{arrival}" if request_id is None else request_id
             request = Request(name, arrival, ids, params)
             seed = (self._config.seed, arrival)
             sampler.prepare(request, model.vocab_size, model.device, seed)
@@ -79,7 +79,7 @@ class RequestFactory:
         for ids, cuts in zip(tokens, chunk_ends(schedule, lengths, self._config.max_batch_tokens)):
             arrival = next(self._arrivals)
             logits = torch.empty(len(ids), model.vocab_size, device=model.device)
-            requests.append(ScoreRequest(f"score-{arrival}", arrival, ids, cuts, logits))
+            requests.append(ScoreRequest(f"regraft-score-{arrival}", arrival, ids, cuts, logits))
         return requests
 
     def detokenizer(self) -> Detokenizer | None:

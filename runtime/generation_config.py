@@ -72,7 +72,11 @@ def resolve(
     prompt_lengths: Sequence[int],
     max_positions: int | None,
 ) -> list[SamplingParams]:
-    """One SamplingParams per prompt; `fields` are keywords. A wrong field is a RequestError."""
+    """One SamplingParams per prompt; `fields` are keywords. A wrong field is a RequestError.
+
+    A config with a temperature but without sampling decodes greedily, as in `generate`: often it is
+    a model's own with one field changed. A keyword without any effect is an error.
+    """
     given = {**_config_fields(generation_config), **fields}
     _check_names(given)
     own = {k: v for k, v in _config_fields(model_config).items() if k in _known_names()}

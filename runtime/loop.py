@@ -168,7 +168,9 @@ class StepLoop:
     def _settle(self) -> None:
         """Takes in what was submitted and cancelled since it was last called."""
         while self._arrived:
-            self.scheduler.add(self._arrived.popleft())
+            request = self._arrived.popleft()
+            if request.status is not Status.FINISHED:  # another thread may have cancelled it by now
+                self.scheduler.add(request)
         while self._cancelled:
             request = self._cancelled.popleft()
             if request.status is not Status.FINISHED:

@@ -85,7 +85,7 @@ class Scheduler:
             self.running.remove(request)
             self._release(request)
         elif request.status is Status.WAITING:
-            del self.waiting[request.arrival]
+            self.waiting.pop(request.arrival, None)
         request.status = Status.FINISHED
 
     def _plan(self, spans: list[Span], request: Request, budget: int) -> int:
