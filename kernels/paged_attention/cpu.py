@@ -194,7 +194,9 @@ def _attend_fused(block: Block, scoring: Scoring) -> Tensor:
     """[m, H, Dv] of a plain scoring."""
     triangle = block.is_triangle(scoring)
     out = scaled_dot_product_attention(
-        *(x.transpose(0, 1)[None] for x in (block.q, block.keys, block.values)),
+        block.q.transpose(0, 1)[None],
+        block.keys.transpose(0, 1)[None],
+        block.values.transpose(0, 1)[None],
         attn_mask=None if triangle else _mask(block, block.distances(), scoring),
         is_causal=triangle,
         scale=scoring.scale,

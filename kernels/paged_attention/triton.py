@@ -99,7 +99,7 @@ def _decode(common: dict[str, Any], rows: int, splits: int, **options: Any) -> N
     out, cu_seqlens = common["out_ptr"], common["cu_seqlens_ptr"]
     _, heads, v_width = out.shape
     seqs = len(cu_seqlens) - 1
-    scratch = (None, None)
+    scratch: tuple[Tensor | None, Tensor | None] = (None, None)
     if splits > 1:
         partial = torch.empty(rows, heads, splits, v_width, dtype=torch.float32, device=out.device)
         scratch = (

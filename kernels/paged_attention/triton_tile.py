@@ -99,10 +99,12 @@ def empty_state(sinks_ptr, with_sink, head_M, is_row_M, M: tl.constexpr, DV: tl.
         sink_M = tl.load(sinks_ptr + head_M, mask=is_row_M, other=0.0).to(tl.float32)
         top_M = tl.where(with_sink, sink_M * LOG2E, top_M)
         sum_M = tl.where(with_sink, 1.0, sum_M)
-    main = tl.zeros([M, DV[1]], tl.float32)
+    MAIN: tl.constexpr = DV[1]
+    REST: tl.constexpr = DV[2]
+    main = tl.zeros([M, MAIN], tl.float32)
     rest = main
-    if DV[2] > 0:
-        rest = tl.zeros([M, DV[2]], tl.float32)
+    if REST > 0:
+        rest = tl.zeros([M, REST], tl.float32)
     return top_M, sum_M, (main, rest)
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "decode, heads one to one": (Case((1, 1), (17, 5), heads=3, kv_heads=3), {}),
     "decode, one key head": (Case((1, 1), (17, 5), heads=5, kv_heads=1), {}),
     "decode, 20 heads a group": (Case((1, 1), (17, 5), heads=20, kv_heads=1), {}),
-    "decode, split": (Case((1, 0, 1, 1), (0, 6, 9, 150), page_size=16), {"splits": 3, "min_split": 4}),
+    "decode, split": (
+        Case((1, 0, 1, 1), (0, 6, 9, 150), page_size=16),
+        {"splits": 3, "min_split": 4},
+    ),
     "decode, more splits than keys": (Case((1, 1), (0, 40)), {"splits": 7, "min_split": 4}),
     "decode, split, sinks": (Case((1, 1), (70, 0), sinks=True), {"splits": 2, "min_split": 4}),
     "decode, split, window": (Case((1, 1), (150, 3), window=70), {"splits": 2, "min_split": 4}),
@@ -50,7 +52,10 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "mixed, split": (Case((1, 3, 1), (80, 2, 9), padding=1), {"splits": 2, "min_split": 4}),
     "mixed, several blocks": (Case((70, 1, 30), (3, 4, 66), page_size=16, heads=4, kv_heads=1), {}),
     "mixed, window": (Case((9, 1), (11, 30), window=5), {}),
-    "mixed, window of blocks": (Case((60, 2), (70, 9), window=20, heads=4, kv_heads=1, page_size=16), {}),
+    "mixed, window of blocks": (
+        Case((60, 2), (70, 9), window=20, heads=4, kv_heads=1, page_size=16),
+        {},
+    ),
     "mixed, chunk": (Case((9, 1), (11, 30), chunk=6), {}),
     "mixed, everything": (Case((9, 1), (5, 8), window=7, softcap=1.5, sinks=True, reach=3), {}),
     "mixed, alibi in a chunk": (Case((9, 1), (5, 8), chunk=9, alibi=True), {}),
@@ -76,7 +81,9 @@ MUTANTS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 COMPILED: dict[str, Case] = {
     "bfloat16, 128": Case((3, 1), (5, 8), 32, 8, 128, 128, 16, dtype=torch.bfloat16),
-    "bfloat16, 576 and 512": Case((3, 1), (5, 8), 16, 1, 576, 512, 16, window=9, dtype=torch.bfloat16),
+    "bfloat16, 576 and 512": Case(
+        (3, 1), (5, 8), 16, 1, 576, 512, 16, window=9, dtype=torch.bfloat16
+    ),
     "float16, 96 and 80, everything": Case(
         (3, 1), (5, 8), 6, 2, 96, 80, 16, 0, 9, 7, 2.0, sinks=True, reach=3, dtype=torch.float16
     ),
@@ -128,9 +135,10 @@ def _far_apart(x: Tensor) -> Tensor:
 def compile_kernels(case: Case) -> None:
     """Compile for Hopper every kernel that the launcher would start."""
     import triton
-    from regraft.kernels.paged_attention import triton as launcher
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+
+    from regraft.kernels.paged_attention import triton as launcher
 
     class Compiler:
         def __init__(self, kernel: Any) -> None:
@@ -146,7 +154,9 @@ def compile_kernels(case: Case) -> None:
             constants: dict[tuple[int, ...], Any] = {}
             hints: dict[tuple[int, ...], Any] = {}
             signature = {
-                name: _describe(values[name], (i,), self.kernel.params[i].is_constexpr, constants, hints)
+                name: _describe(
+                    values[name], (i,), self.kernel.params[i].is_constexpr, constants, hints
+                )
                 for i, name in enumerate(names)
             }
             source = ASTSource(self.kernel, signature, constants, hints)
