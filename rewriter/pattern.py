@@ -82,6 +82,7 @@ class Grafting:
     notes: list[str] = field(default_factory=list)
     switch_lengths: list[int] = field(default_factory=list)
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    made: list[fx.Node] = field(default_factory=list)
 
     def sequence(self, name: str) -> fx.Node:
         """The placeholder of one metadata tensor (see declare.SEQUENCE_FIELDS)."""
@@ -113,6 +114,7 @@ class Grafting:
             node = self.graph.call_function(target, args, kwargs)
         closer = self.region.closer.meta
         node.meta.update(shape=tuple(shape), dtype=dtype, path=closer["path"], source=closer["source"])
+        self.made.append(node)
         return node
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:

@@ -43,7 +43,8 @@ class Served:
     reason: str = ""
     notes: list[str] = field(default_factory=list)
     replay: Replay | None = None
-    declined: list[tuple[str, Declined]] = field(default_factory=list)
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Rewriting:
     found: list[Region] = field(default_factory=list)
     proof: Verdict | None = None
     switch_lengths: set[int] = field(default_factory=set)
+    _open: list[Region] | None = None
 
     @property
     def graph(self) -> fx.Graph:
@@ -82,6 +84,15 @@ class Rewriting:
         node.meta.update(shape=None, dtype=None, path="", source="")
         return node
 
+    def open_regions(self) -> list[Region]:
+        """Regions not grafted yet; found anew only after the graph has changed."""
+        if self._open is None:
+            self._open = find_regions(analyse(self.graph))
+        return self._open
+
+    def forget_regions(self) -> None:
+        self._open = None
+
     def grafting(self, region: Region) -> Grafting:
         return Grafting(region, self.graph, self.inputs, self.new_input)
 
@@ -92,7 +103,7 @@ def rewrite(
     """Graft all of `captured` in place. Raises RewriteError if the result is not proven, or on a region that no pass
     takes with `fallback="refuse"`."""
     state = Rewriting(captured, {name: node for name, node in _inputs(captured).items()})
-    state.found = find_regions(analyse(captured.graph))
+    state.found = list(state.open_regions())
     for step in passes:
         before, start = len(captured.graph.nodes), time.perf_counter()
         matches, declined = _run(step, state)
@@ -116,16 +127,21 @@ def _inputs(captured: CapturedGraph) -> dict[str, fx.Node]:
 
 def _run(step: Pass | GraphPass, state: Rewriting) -> tuple[int, list[tuple[Region, Declined]]]:
     if isinstance(step, GraphPass):
-        return step.run(state.captured), []
+        changed = step.run(state.captured)
+        if changed:
+            state.forget_regions()
+        return changed, []
     matches, declined = 0, []
     moved: dict[fx.Node, fx.Node] = {}
-    for region in find_regions(analyse(state.graph)):
+    for region in state.open_regions():
         outcome = _offer(step, _follow(region, moved), state, moved)
         if isinstance(outcome, Declined):
             declined.append((region, outcome))
         else:
             state.served.append(outcome)
             matches += 1
+    if matches:
+        state.forget_regions()
     return matches, declined
 
 
@@ -139,14 +155,31 @@ def _offer(
     if isinstance(plan, Declined):
         return plan
     grafting = state.grafting(region)
+    before = listing(region.nodes)
     step.rewrite(plan, grafting)
     assert not region.closer.users, f"pass {step.name} left {region.closer} in use"
     moved.update(grafting.replaced)
     state.switch_lengths.update(grafting.switch_lengths)
     return Served(
         region, step.kind, "grafted", step.operator, grafting.row_specs, grafting.state_specs, grafting.mask,
-        notes=grafting.notes,
+        notes=grafting.notes, before=before, after=listing(grafting.made),
     )  # fmt: skip
+
+
+def listing(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """Nodes as lines of text, for the report. Weights and sizes are left out: they say little and are many."""
+    lines = []
+    for node in nodes:
+        if node.op in ("get_attr", "placeholder") or "size" in node.meta:
+            continue
+        operands = ", ".join(operand.name for operand in node.all_input_nodes)
+        name = getattr(node.target, "_opname", None) or str(node.target)
+        lines.append(f"{node.name} = {name}({operands})  {_shown(node.meta.get('shape'))}".rstrip())
+    return tuple(lines)
+
+
+def _shown(shape: object) -> str:
+    return f"[{', '.join(map(str, shape))}]" if isinstance(shape, (tuple, list)) else ""
 
 
 def _follow(region: Region, moved: dict[fx.Node, fx.Node]) -> Region:
@@ -188,9 +221,10 @@ def _replay(
     moved.update(grafting.replaced)
     for old, new in grafting.replaced.items():
         analysis.values[new] = analysis.values[old]
-    served = Served(region, region.kind, "replayed", "replay", grafting.row_specs, reason=reason, replay=module)
-    served.declined = declined
-    return served
+    return Served(
+        region, region.kind, "replayed", "replay", grafting.row_specs, reason=reason, replay=module,
+        before=listing(region.nodes),
+    )  # fmt: skip
 
 
 def _refuse_unservable(region: Region, analysis: Analysis) -> None:

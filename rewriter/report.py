@@ -58,13 +58,17 @@ class LayerReport:
     states: tuple[StateSpec, ...]
     mask: str
     reason: str
+    source: str = ""
     notes: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, served: Served) -> LayerReport:
+        source = served.region.closer.meta.get("source", "")
         return cls(
             served.region.path, served.kind, served.served, served.operator, tuple(served.rows), tuple(served.states),
-            served.mask, served.reason, tuple(served.notes),
+            served.mask, served.reason, source, tuple(served.notes), served.before, served.after,
         )  # fmt: skip
 
 
@@ -103,6 +107,15 @@ class RewriteReport:
         from .report_html import page
 
         Path(path).write_text(page(self))
+
+    def explain(self, path: str) -> str:
+        """Why the layers at a module path are served as they are: the nearest pattern, and what would make it match.
+
+        Raises KeyError for a path where nothing mixes.
+        """
+        from .report_text import explanation
+
+        return explanation(self, path)
 
     def __str__(self) -> str:
         from .report_text import table

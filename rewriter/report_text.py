@@ -98,3 +98,30 @@ def _declined(report: RewriteReport) -> list[str]:
             key = (run.name, _shape_of(no.path), no.reason)
             seen[key] = seen.get(key, 0) + 1
     return [f"  declined    {name} at {path} ({count}x): {reason}" for (name, path, reason), count in seen.items()]
+
+
+def explanation(report: RewriteReport, path: str) -> str:
+    """The text of `report.explain(path)`."""
+    layers = [layer for layer in report.layers if layer.path == path or layer.path.startswith(f"{path}.")]
+    if not layers:
+        raise KeyError(f"nothing mixes tokens at {path!r}: see report.layers for the paths")
+    return "\n\n".join(_explain(report, layer) for layer in layers)
+
+
+def _explain(report: RewriteReport, layer: LayerReport) -> str:
+    lines = [f"{layer.path}: {_describe(layer)}"]
+    if layer.source:
+        lines.append(f"  mixes at {layer.source}")
+    looked = [(run.name, no) for run in report.passes for no in run.declined if no.path == layer.path]
+    if layer.served == "grafted" and not looked:
+        return "\n".join(lines)
+    for name, no in sorted(looked, key=lambda pair: -pair[1].progress):
+        lines.append(f"  pass {name} got {no.progress:.0%} of the way: {no.reason}")
+        if no.node or no.source:
+            lines.append(f"    at {no.node} {no.source}".rstrip())
+        if no.fix:
+            lines.append(f"    it would match if {no.fix}")
+    if layer.served == "replayed" and not looked:
+        names = ", ".join(run.name for run in report.passes)
+        lines.append(f"  no pass came near: {names} found nothing of theirs here")
+    return "\n".join(lines)
