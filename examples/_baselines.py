@@ -17,7 +17,7 @@ from transformers.utils import logging
 TokenIds = list[list[int]]
 
 # Of transformers' continuous batching: the fastest of those tried on two cores.
-PAGE_SIZE = 32
+PAGE_SIZE = 16
 MAX_BATCH_TOKENS = 256
 
 
