@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.families.models import build
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("examples")]
+
 ROOT = Path(__file__).parents[2]
 CHAT = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"

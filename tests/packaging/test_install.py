@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("install")  # one worker builds the wheel, once
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("rewriter", "passes", "runtime", "kernels")
 # Those that are imported without a GPU; files named after Triton are the others.
