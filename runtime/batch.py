@@ -1,4 +1,4 @@
-"""The packed row of one step and its metadata, as tensors.
+"""The packed row of one step and its metadata.
 
 N tokens in the row, R sequences in it, S rows whose logits are wanted:
 
@@ -14,8 +14,9 @@ N tokens in the row, R sequences in it, S rows whose logits are wanted:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,18 +31,24 @@ Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Batch:
-    """The inputs of one step by name, and how many of its rows of logits somebody wants."""
+    """The inputs of one step by name, on the host, and how many of its rows of logits somebody wants."""
 
-    inputs: dict[str, torch.Tensor]
+    arrays: dict[str, npt.NDArray[Any]]
     num_logits: int
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The arrays as tensors on the CPU, sharing their memory."""
+        return {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has just one new token."""
+        return self.arrays["input_ids"].shape[1] == len(self.arrays["context_lens"])
 
 
 def build_batch(
-    spans: Sequence[Span],
-    tables: BlockTables,
-    page_size: int,
-    min_tokens: int,
-    device: torch.device,
+    spans: Sequence[Span], tables: BlockTables, page_size: int, min_tokens: int
 ) -> Batch:
     """Packs spans, in their order, into one row of at least `min_tokens` tokens.
 
@@ -72,11 +79,23 @@ def build_batch(
         "extents": _array([len(request.tokens) for request in requests]),
         "logits_rows": _logits_rows(cu_seqlens, logits),
     }
-    inputs = {
-        name: torch.from_numpy(array).to(device, non_blocking=True)
-        for name, array in arrays.items()
-    }
-    return Batch(inputs, sum(logits))
+    return Batch(arrays, sum(logits))
+
+
+def pad(arrays: Mapping[str, npt.NDArray[Any]], least: int) -> dict[str, npt.NDArray[Any]]:
+    """The same step with no size below `least`: sequences without tokens, rows of logits that nobody wants.
+
+    The row itself must have as many tokens already.
+    """
+    missing = max(0, least - len(arrays["context_lens"]))
+    padded = {**arrays, "cu_seqlens": np.pad(arrays["cu_seqlens"], (0, missing), mode="edge")}
+    for name in ("context_lens", "state_slots", "extents"):
+        padded[name] = np.pad(arrays[name], (0, missing))
+    pages = max(0, least - arrays["block_table"].shape[1])
+    padded["block_table"] = np.pad(arrays["block_table"], ((0, missing), (0, pages)))
+    rows = arrays["logits_rows"]
+    padded["logits_rows"] = np.pad(rows, (0, max(0, least - len(rows))))
+    return padded
 
 
 def _slot_mapping(tables: BlockTables, slots: Array, positions: Array, page_size: int) -> Array:

@@ -6,7 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-_UNAVAILABLE = ("prefix_cache", "compile", "cuda_graphs", "batch_invariant")
+import torch
+
+_UNAVAILABLE = ("prefix_cache", "batch_invariant")
 """Fields whose feature this version does not have: True is refused, never dropped."""
 
 _CHOICES = {"fallback": ("replay", "refuse"), "validate": ("quick", "full", "off")}
@@ -43,11 +45,12 @@ class EngineConfig:
     prefix_cache: bool = False
     """Reuse the cached rows of a prompt's beginning (default False; True is refused so far)."""
 
-    compile: bool = False
-    """Compile each distinct layer once (default False; True is refused so far)."""
+    compile: bool | None = None
+    """Compile the rewritten graph, each distinct layer once (default None: for a model on CUDA)."""
 
-    cuda_graphs: bool = False
-    """Run decode steps from CUDA graphs (default False; True is refused so far)."""
+    cuda_graphs: bool | None = None
+    """Run decode steps from CUDA graphs (default None: for a compiled model on CUDA, and where a
+    step cannot be recorded a line in the report says why; with True that is an error)."""
 
     batch_invariant: bool = False
     """Results bit-identical whatever else is in the batch (default False; True is refused so
@@ -80,11 +83,29 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r} is neither True nor False")
             if value:
                 raise ValueError(f"{name}=True is not available in this version: leave it False")
+        for name in ("compile", "cuda_graphs"):
+            value = getattr(self, name)
+            if not (value is None or isinstance(value, bool)):
+                raise ValueError(f"{name}={value!r} is none of True, False, None")
+        if self.cuda_graphs and self.compile is False:
+            raise ValueError("cuda_graphs=True needs a compiled graph: leave compile=False out")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(choices)}")
         if not _is_int(self.seed) or self.seed < 0:
             raise ValueError(f"seed={self.seed!r} is not a whole number of 0 or more")
+
+    def compiles_on(self, device: torch.device) -> bool:
+        """Whether the graph of a model on `device` is compiled."""
+        return bool(self.cuda_graphs) or (
+            device.type == "cuda" if self.compile is None else self.compile
+        )
+
+    def records_on(self, device: torch.device) -> bool:
+        """Whether decode steps of a model on `device` run from CUDA graphs; ValueError if they cannot."""
+        if self.cuda_graphs and device.type != "cuda":
+            raise ValueError(f"cuda_graphs=True, but the model is on {device}: move it to a GPU")
+        return device.type == "cuda" and self.cuda_graphs is not False
 
     def _check_memory(self) -> None:
         tokens, fraction = self.cache_tokens, self.memory_fraction

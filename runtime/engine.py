@@ -56,7 +56,8 @@ class Engine:
         capacity = plan_capacity(self.config, model)
         self.max_cached = sys.maxsize if capacity.max_tokens is None else capacity.max_tokens
         """The longest request that the caches hold (tokens)."""
-        self._loop = StepLoop(model, self.config, capacity, tokenizer)
+        notes = getattr(report, "notes", None)
+        self._loop = StepLoop(model, self.config, capacity, tokenizer, notes)
         self._factory = RequestFactory(
             model, self.config, self.max_cached, tokenizer, generation_config
         )

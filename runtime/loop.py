@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from . import sampler
-from .batch import build_batch
 from .capacity import Capacity
 from .config import EngineConfig
 from .errors import EngineBusyError, EngineClosedError, RequestError
@@ -29,10 +28,15 @@ class StepLoop:
     """
 
     def __init__(
-        self, model: RewrittenModel, config: EngineConfig, capacity: Capacity, tokenizer: Any
+        self,
+        model: RewrittenModel,
+        config: EngineConfig,
+        capacity: Capacity,
+        tokenizer: Any,
+        notes: list[str] | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, capacity, model.switch_lengths)
-        self.runner = Runner(model, capacity)
+        self.runner = Runner(model, capacity, config, notes)
         self.live: dict[str, Request] = {}
         self.closed = False
         self._model = model
@@ -114,15 +118,14 @@ class StepLoop:
         if version != self._weights_version:
             # Cached rows and states are the old weights': nothing of them may meet the new ones.
             self.scheduler.restart_running()
+            self.runner.weights_changed()
             self._weights_version = version
         spans = self.scheduler.schedule()
         if not spans:
             return
         try:
             tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
-            batch = build_batch(
-                spans, tables, page_size, self._model.min_tokens, self._model.device
-            )
+            batch = self.runner.build(spans, tables, page_size)
             self._commit(spans, self.runner.run(batch))
         except BaseException as error:
             for span in spans:

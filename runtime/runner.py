@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
 
 from regraft.rewriter.declare import RowSpec, StateSpec
 
+from .batch import Batch, build_batch, pad
+from .compiled import SMALLEST, CompiledProgram, GraphModel
+from .cuda_graphs import CaptureError, DecodeGraphs
+from .pages import BlockTables
+from .request import Span
+from .staging import upload
+
 if TYPE_CHECKING:
-    from .batch import Batch
     from .capacity import Capacity
+    from .config import EngineConfig
 
 
 class RewrittenModel(Protocol):
@@ -44,9 +51,19 @@ class RewrittenModel(Protocol):
 
 
 class Runner:
-    """A model with its pools: rows [num_pages, page_size, *shape], states [num_slots, *shape]."""
+    """A model with its pools: rows [num_pages, page_size, *shape], states [num_slots, *shape].
 
-    def __init__(self, model: RewrittenModel, capacity: Capacity) -> None:
+    `config` says whether its graph is compiled and whether decode steps are CUDA graphs; without one, neither.
+    `notes` gets a line on each part of the model that is left out of them.
+    """
+
+    def __init__(
+        self,
+        model: RewrittenModel,
+        capacity: Capacity,
+        config: EngineConfig | None = None,
+        notes: list[str] | None = None,
+    ) -> None:
         self.model = model
         self.pools: dict[str, torch.Tensor] = {}
         for row in model.rows:
@@ -55,18 +72,70 @@ class Runner:
         for state in model.states:
             shape = (capacity.num_slots, *state.shape)
             self.pools[state.name] = _zeros(shape, state.dtype, model.device)
+        self._notes = notes if notes is not None else []
+        self._compiled: CompiledProgram | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._needs_graphs = config is not None and config.cuda_graphs is True
+        if config is not None and config.compiles_on(model.device):
+            graph_model = cast(GraphModel, model)
+            self._compiled = CompiledProgram(graph_model, self.pools, self._notes)
+            if config.records_on(model.device):
+                self._graphs = self._make_graphs(capacity, config.max_requests)
+
+    def build(self, spans: Sequence[Span], tables: BlockTables, page_size: int) -> Batch:
+        """The packed row of these spans, as long as the model needs it."""
+        least = max(self.model.min_tokens, SMALLEST if self._compiled is not None else 1)
+        tokens = sum(span.num_tokens for span in spans)
+        if self._graphs is not None and self._graphs.takes(len(spans), tokens):
+            least = 1  # the graph's bucket fills it up
+        return build_batch(spans, tables, page_size, least)
 
     # Not inference mode: a tensor that a model creates and keeps during its first step must stay
     # usable in a training step that comes later.
     @torch.no_grad()
     def run(self, batch: Batch) -> torch.Tensor:
-        """Logits [batch.num_logits, vocab]; updates the pools."""
-        logits = self.model.forward({**batch.inputs, **self.pools})
-        return logits[: batch.num_logits]
+        """Logits [batch.num_logits, vocab], valid until the next run; updates the pools."""
+        return self._logits(batch)[: batch.num_logits]
+
+    def _logits(self, batch: Batch) -> torch.Tensor:
+        if self._graphs is not None and batch.is_decode:
+            try:
+                return self._graphs.run(batch)
+            except CaptureError as error:
+                if self._needs_graphs:
+                    raise
+                self._notes.append(f"decode steps run without CUDA graphs: {error}")
+                self._graphs = None
+        if self._compiled is None:
+            return self.model.forward({**upload(batch.arrays, self.model.device), **self.pools})
+        arrays = pad(batch.arrays, SMALLEST)
+        logits = self._compiled({**upload(arrays, self.model.device), **self.pools})
+        return logits.reshape(-1, logits.shape[-1])
+
+    def weights_changed(self) -> None:
+        """To be called when the model's `weights_version` has changed."""
+        if self._compiled is not None and self._compiled.refresh() and self._graphs is not None:
+            self._graphs.forget()
 
     def release(self) -> None:
-        """Frees the pools."""
+        """Frees the pools, and what was made for them."""
+        self._graphs = self._compiled = None
         self.pools.clear()
+
+    def _make_graphs(self, capacity: Capacity, max_requests: int) -> DecodeGraphs | None:
+        assert self._compiled is not None
+        if not self._compiled.is_recordable:
+            return None
+        pages = capacity.num_pages - 1
+        if self.model.max_positions is not None and capacity.page_size:
+            pages = min(pages, -(-self.model.max_positions // capacity.page_size))
+        return DecodeGraphs(
+            self._compiled,
+            self.pools,
+            min(max_requests, capacity.num_slots - 1),
+            pages,
+            self.model.device,
+        )
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

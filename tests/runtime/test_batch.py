@@ -13,8 +13,6 @@ from regraft.runtime.request import Request, ScoreRequest, Span
 from regraft.runtime.sampling_params import SamplingParams
 from tests.runtime.toy import check_inputs
 
-CPU = torch.device("cpu")
-
 
 def make_spans(rng, page_size, tables, count):
     free = list(range(1, 400))
@@ -69,7 +67,7 @@ def test_equals_the_naive_twin(seed):
     page_size = rng.choice([1, 3, 4, 16])
     tables = BlockTables(30, width=1)
     spans = make_spans(rng, page_size, tables, rng.randint(1, 12))
-    batch = build_batch(spans, tables, page_size, 1, CPU)
+    batch = build_batch(spans, tables, page_size, 1)
     expected = naive(spans, page_size)
     assert batch.num_logits == len(expected["logits_rows"])
     for name, values in expected.items():
@@ -88,7 +86,7 @@ def test_nobody_wants_logits_of_an_unfinished_prompt():
     request = Request("r", 0, [1, 2, 3, 4], SamplingParams(max_new_tokens=1))
     request.slot, request.pages = 1, [1]
     tables.extend(1, 0, [1])
-    batch = build_batch([Span(request, 0, 3)], tables, 4, 1, CPU)
+    batch = build_batch([Span(request, 0, 3)], tables, 4, 1)
     assert batch.num_logits == 0
     assert batch.inputs["logits_rows"].tolist() == [0]  # the graph always has a row to work on
 
@@ -98,7 +96,7 @@ def test_a_short_row_is_padded_with_a_sequence_in_scratch():
     request = Request("r", 0, [5, 6, 7], SamplingParams(max_new_tokens=1))
     request.slot, request.pages = 2, [3]
     tables.extend(2, 0, [3])
-    batch = build_batch([Span(request, 2, 3)], tables, 4, 8, CPU)
+    batch = build_batch([Span(request, 2, 3)], tables, 4, 8)
     check_inputs(batch.inputs, 8)
     assert batch.num_logits == 1
     assert batch.inputs["logits_rows"].tolist() == [0]
@@ -113,6 +111,6 @@ def test_a_model_without_rows_has_no_pages():
     tables = BlockTables(4, width=1)
     request = Request("r", 0, [5, 6, 7], SamplingParams(max_new_tokens=1))
     request.slot = 2
-    batch = build_batch([Span(request, 0, 3)], tables, 0, 1, CPU)
+    batch = build_batch([Span(request, 0, 3)], tables, 0, 1)
     assert batch.inputs["block_table"].tolist() == [[0]]
     assert batch.inputs["slot_mapping"].tolist() == [0, 0, 0]

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from regraft.runtime import config as config_module
 from regraft.runtime.config import EngineConfig
@@ -36,8 +37,9 @@ def test_defaults_are_valid_and_frozen():
         ({"seed": -1}, "seed=-1"),
         ({"seed": "x"}, "seed='x'"),
         ({"prefix_cache": True}, "prefix_cache=True is not available"),
-        ({"cuda_graphs": True}, "cuda_graphs=True is not available"),
-        ({"compile": 1}, "compile=1 is neither True nor False"),
+        ({"cuda_graphs": 0}, "cuda_graphs=0 is none of True, False, None"),
+        ({"compile": 1}, "compile=1 is none of True, False, None"),
+        ({"compile": False, "cuda_graphs": True}, "cuda_graphs=True needs a compiled graph"),
     ],
 )
 def test_a_wrong_setting_is_named(fields, message):
@@ -57,3 +59,16 @@ def test_every_field_is_documented_with_its_default():
         docstring = re.search(rf'    {field.name}: .*\n    """([^"]|"[^"]+")*"""', text)
         assert docstring, field.name
         assert "default" in docstring.group(0), field.name
+
+
+def test_compiled_on_cuda_unless_said_otherwise():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert not EngineConfig().compiles_on(cpu)
+    assert EngineConfig().compiles_on(cuda)
+    assert EngineConfig().records_on(cuda)
+    assert EngineConfig(compile=True).compiles_on(cpu)
+    assert not EngineConfig(compile=True).records_on(cpu)
+    assert not EngineConfig(compile=False).compiles_on(cuda)
+    assert not EngineConfig(cuda_graphs=False).records_on(cuda)
+    with pytest.raises(ValueError, match="the model is on cpu: move it to a GPU"):
+        EngineConfig(cuda_graphs=True).records_on(cpu)

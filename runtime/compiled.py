@@ -1,0 +1,188 @@
+"""Compiled execution: each distinct layer goes through Inductor once, whatever the number of tokens.
+
+Sizes that change from step to step are found by running the program twice, at different sizes throughout, and are
+told to the compiler; a third and a fourth run then show that nothing is compiled twice. A body that fixes a size all
+the same runs operator by operator, and a note says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from regraft.rewriter.declare import SEQUENCE_FIELDS, RowSpec, StateSpec
+
+from .program import Body, Program
+
+Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+SMALLEST = 2
+"""Compiled code may take a size of 1 for a constant: no varying size is ever less than this."""
+
+_METADATA = ("input_ids", "position_ids", "logits_rows", *SEQUENCE_FIELDS)
+_SIZES = ((120, 6, 4, 3), (208, 9, 5, 7))
+"""Tokens, sequences, rows of logits and pages per sequence of the runs that find varying sizes: all different."""
+
+
+class GraphModel(Protocol):
+    """What compiled execution needs of a rewritten model beyond the runtime's own protocol."""
+
+    rows: tuple[RowSpec, ...]
+    states: tuple[StateSpec, ...]
+    vocab_size: int
+    device: torch.device
+    min_tokens: int
+    module: fx.GraphModule
+    input_names: tuple[str, ...]
+
+
+class CompiledProgram:
+    """The rewritten graph of `model` under a compiler, by default Inductor.
+
+    `pools` are the tensors that steps will be given, by name. `notes` gets a line on what is not compiled.
+    `num_compiled` counts compilations: `program.num_bodies`, and never more, for whatever sizes follow.
+    """
+
+    def __init__(
+        self,
+        model: GraphModel,
+        pools: Mapping[str, torch.Tensor],
+        notes: list[str],
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.num_compiled = 0
+        self._compiler = compiler or torch._inductor.compile
+        self._compiled_for: dict[nn.Module, int] = {}
+        self._eager: set[nn.Module] = set()
+        self.program = Program(model.module, model.input_names, self._prepare)
+        self._notes = notes
+        self._warm_up(model, pools)
+
+    @property
+    def is_recordable(self) -> bool:
+        """Whether no step runs code of the host, so that a CUDA graph can stand for a whole step."""
+        return not self.program.host_paths
+
+    def refresh(self) -> bool:
+        """See Program.refresh."""
+        return self.program.refresh()
+
+    @torch.no_grad()
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Logits [1, S, vocab] or [S, vocab], as the graph has them."""
+        return self.program(inputs)
+
+    def _prepare(self, body: nn.Module) -> Body:
+        def backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            self.num_compiled += 1
+            self._compiled_for[body] = self._compiled_for.get(body, 0) + 1
+            return self._compiler(graph, examples)
+
+        compiled = torch.compile(body, backend=backend, fullgraph=True, dynamic=False)
+
+        def run(*arguments: torch.Tensor) -> Any:
+            return body(*arguments) if body in self._eager else compiled(*arguments)
+
+        return run
+
+    @torch.no_grad()
+    def _warm_up(self, model: GraphModel, pools: Mapping[str, torch.Tensor]) -> None:
+        page_size = next((pools[row.name].shape[1] for row in model.rows), 1)
+        taken = {size for pool in pools.values() for size in pool.shape[:1]}
+        batches = [
+            {
+                **_scratch(max(tokens, model.min_tokens), *rest, page_size, taken, model.device),
+                **pools,
+            }
+            for tokens, *rest in _SIZES
+        ]
+        varying = self._varying(batches)
+        self._add_pools(varying, pools)
+        self._mark(batches[0], varying)
+        before = dict(self._compiled_for)
+        self.program(batches[1])
+        for body, count in self._compiled_for.items():
+            if count > before.get(body, 0):
+                self._eager.add(body)
+                paths = [step.path for step in self.program.steps if step.body is body]
+                self._notes.append(f"not compiled, since its code fixes a size: {', '.join(paths)}")
+        if self.program.host_paths:
+            paths = ", ".join(self.program.host_paths)
+            self._notes.append(f"replayed regions run on the host, outside CUDA graphs: {paths}")
+
+    def _varying(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[list[set[int]]]:
+        """Per step and input, the dimensions whose sizes differ between the batches."""
+        shapes: list[list[list[torch.Size]]] = []
+        with self._everything_eager():
+            for batch in batches:
+                shapes.append([[] for _ in self.program.calls])
+
+                def note(at: int, arguments: Sequence[torch.Tensor]) -> None:
+                    shapes[-1][at] = [argument.shape for argument in arguments]
+
+                self.program(batch, note)
+        return [
+            [
+                {d for d, pair in enumerate(zip(one, two)) if pair[0] != pair[1]}
+                for one, two in zip(*steps)
+            ]
+            for steps in zip(*shapes)
+        ]
+
+    def _add_pools(self, varying: list[list[set[int]]], pools: Mapping[str, torch.Tensor]) -> None:
+        """The number of pages or slots depends on free memory: code that is kept on disk must not depend on it."""
+        names = {place: name for place, name in self.program._inputs if name in pools}
+        for call, dims in zip(self.program.calls, varying):
+            for place, found in zip(call.inputs, dims):
+                if place in names:
+                    found.add(0)
+
+    def _mark(
+        self, batch: Mapping[str, torch.Tensor], varying: Sequence[Sequence[set[int]]]
+    ) -> None:
+        """Compiles everything: a run in which the varying sizes are marked as such."""
+
+        def mark(at: int, arguments: Sequence[torch.Tensor]) -> None:
+            for argument, dims in zip(arguments, varying[at]):
+                for dim in dims:
+                    torch._dynamo.maybe_mark_dynamic(argument, dim)
+
+        self.program(batch, mark)
+
+    @contextlib.contextmanager
+    def _everything_eager(self) -> Iterator[None]:
+        self._eager = {step.body for step in self.program.steps}
+        yield
+        self._eager = set()
+
+
+def _scratch(
+    tokens: int,
+    seqs: int,
+    rows: int,
+    pages: int,
+    page_size: int,
+    taken: set[int],
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Metadata of a step that touches nothing but the scratch page and slot; no size of it is one of `taken`."""
+    while taken & {tokens, seqs, rows, pages}:
+        tokens, seqs, rows, pages = tokens + 1, seqs + 1, rows + 1, pages + 1
+    ends = [tokens * i // seqs for i in range(seqs + 1)]
+    positions = [at for one, two in zip(ends, ends[1:]) for at in range(two - one)]
+    long, short = torch.int64, torch.int32
+    return {
+        "input_ids": torch.zeros(1, tokens, dtype=long, device=device),
+        "position_ids": torch.tensor([positions], dtype=long, device=device),
+        "cu_seqlens": torch.tensor(ends, dtype=short, device=device),
+        "context_lens": torch.zeros(seqs, dtype=short, device=device),
+        "block_table": torch.zeros(seqs, pages, dtype=short, device=device),
+        "slot_mapping": torch.arange(tokens, device=device) % max(page_size, 1),
+        "state_slots": torch.zeros(seqs, dtype=long, device=device),
+        "extents": torch.full((seqs,), tokens, dtype=long, device=device),
+        "logits_rows": torch.arange(rows, device=device),
+    }

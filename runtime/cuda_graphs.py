@@ -1,0 +1,160 @@
+"""Decode steps from CUDA graphs, one per batch-size bucket, recorded when first needed.
+
+A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Sequences
+that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from .batch import Batch
+from .program import Program
+from .staging import Layout, upload
+
+_LONG = ("slot_mapping", "state_slots", "extents", "logits_rows")
+
+
+class CaptureError(RuntimeError):
+    """A decode step cannot be recorded as a CUDA graph: which operator stands in the way."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph of one bucket, the buffer that its metadata is copied to, and where it leaves the logits."""
+
+    graph: torch.cuda.CUDAGraph
+    layout: Layout
+    buffer: torch.Tensor
+    logits: torch.Tensor
+
+
+def buckets(largest: int) -> list[int]:
+    """Batch sizes that graphs are recorded for: closer together where a batch is small, at most an eighth apart."""
+    sizes = [2, 4, 8]
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + max(8, (1 << sizes[-1].bit_length()) // 16))
+    return [size for size in sizes if size < largest] + [max(2, largest)]
+
+
+class DecodeGraphs:
+    """Runs decode steps of at most `max_requests` sequences whose pages are at most `max_pages` each.
+
+    `forward` maps a step's inputs by name to logits, `pools` are its caches by name.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
+        pools: Mapping[str, torch.Tensor],
+        max_requests: int,
+        max_pages: int,
+        device: torch.device,
+    ) -> None:
+        self._forward = forward
+        self._pools = pools
+        self._buckets = buckets(max_requests)
+        self._recorded: dict[int, Recorded] = {}
+        self._memory = torch.cuda.graph_pool_handle()
+        self._table = torch.zeros(
+            self._buckets[-1], max(2, max_pages), dtype=torch.int32, device=device
+        )
+        self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
+
+    def takes(self, num_sequences: int, num_tokens: int) -> bool:
+        """Whether a step of this size is a decode step that some bucket holds."""
+        return num_sequences == num_tokens <= self._buckets[-1]
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """Logits [bucket, vocab], overwritten by the next run. The first rows are those of the batch's `logits_rows`.
+
+        Raises CaptureError if the step cannot be recorded.
+        """
+        arrays = batch.arrays
+        count = len(arrays["context_lens"])
+        bucket = next(size for size in self._buckets if size >= count)
+        if bucket not in self._recorded:
+            self._recorded[bucket] = self._record(bucket)
+        recorded = self._recorded[bucket]
+        recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
+        table = arrays["block_table"]
+        self._table[:count, : table.shape[1]] = upload({"": table}, self._table.device)[""]
+        recorded.graph.replay()
+        return recorded.logits
+
+    def forget(self) -> None:
+        """Drops every graph: what they read has moved."""
+        self._recorded.clear()
+
+    def _record(self, bucket: int) -> Recorded:
+        layout = Layout.of(_metadata(bucket))
+        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._table.device)
+        inputs = {
+            **layout.views(buffer),
+            "cu_seqlens": self._offsets[: bucket + 1],
+            "block_table": self._table[:bucket],
+            **self._pools,
+        }
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is built at a first call must not be recorded
+            self._forward(inputs)
+            self._forward(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                logits = self._forward(inputs)
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            raise CaptureError(f"a decode step of {bucket} sequences: {error}") from error
+        return Recorded(graph, layout, buffer, logits)
+
+
+def _metadata(bucket: int) -> dict[str, np.ndarray[Any, Any]]:
+    """Shapes and dtypes of what a bucket's step is given, as scratch."""
+    return {
+        "input_ids": np.zeros((1, bucket), dtype=np.int64),
+        "position_ids": np.zeros((1, bucket), dtype=np.int64),
+        **{name: np.zeros(bucket, dtype=np.int64) for name in _LONG},
+        "context_lens": np.zeros(bucket, dtype=np.int32),
+    }
+
+
+def operator_that_waits(program: Program, inputs: Mapping[str, torch.Tensor]) -> str:
+    """The first operator of a step that makes the host wait for the device, with its module path; "" if none does."""
+    found: list[str] = []
+
+    def look(at: int, arguments: Sequence[Any]) -> None:
+        body = program.steps[at].body
+        if found or not isinstance(body, fx.GraphModule):
+            return
+        watched = _Watched(body)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            watched.run(*arguments)
+        except RuntimeError:
+            path = watched.current.meta.get("path") or program.steps[at].path
+            found.append(f"{watched.current.target} in {path}")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    program(inputs, look)
+    return found[0] if found else ""
+
+
+class _Watched(fx.Interpreter):
+    """Remembers the node that runs."""
+
+    current: fx.Node
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        return super().run_node(n)
