@@ -16,53 +16,89 @@ import torch
 from torch import fx, nn
 
 from .declare import RowSpec
-from .graph import shape_of
+from .errors import RewriteError
+from .graph import TOKENS, describe, shape_of
 from .pattern import Grafting, Region
 from .replay_cut import cheapest_inputs
 from .token_axis.analysis import Analysis
+from .token_axis.value import Axis, has_tokens
 
 METADATA = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Where the tokens are in a row input, and what one row is."""
+    """Where the tokens are in a tensor, and what one token's row is.
+
+    Dimension `dim` has `outer * T * inner` elements. A row has the shape of the other dimensions, with `outer` and
+    `inner` in place of `dim` where they are not 1.
+    """
 
     dim: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pool: str
+    pool: str = ""
+    outer: int = 1
+    inner: int = 1
+
+    @classmethod
+    def of(cls, node: fx.Node, dim: int, axis: Axis, pool: str = "") -> RowLayout:
+        """Raises RewriteError if a row is not of one size."""
+        sizes = shape_of(node)
+        others = [size for d, size in enumerate(sizes) if d != dim]
+        if any(map(has_tokens, others)):
+            raise RewriteError(
+                f"a row of this value grows with the text: {describe(node)} has shape {[*sizes]}",
+                path=node.meta.get("path", ""), source=node.meta.get("source", ""),
+            )  # fmt: skip
+        factors = [] if axis.outer * axis.inner == 1 else [axis.outer, axis.inner]
+        row = [*others[:dim], *factors, *others[dim:]]
+        return cls(dim, tuple(map(int, row)), node.meta["dtype"], pool, axis.outer, axis.inner)
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[..., T, ...] -> [T, *row]."""
-        return tensor.movedim(self.dim, 0)
+        """[..., outer * T * inner, ...] -> [T, *row]."""
+        if self.outer * self.inner == 1:
+            return tensor.movedim(self.dim, 0)
+        return tensor.unflatten(self.dim, (self.outer, -1, self.inner)).movedim(self.dim + 1, 0)
 
     def rebuild(self, rows: torch.Tensor) -> torch.Tensor:
         """[T, *row] -> the layout of the graph."""
-        return rows.movedim(0, self.dim).contiguous()
+        if self.outer * self.inner == 1:
+            return rows.movedim(0, self.dim).contiguous()
+        return rows.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2).contiguous()
 
 
 class Replay(nn.Module):
-    """The operator that a replayed region becomes. `forward(*row_inputs, *pools, *METADATA)` -> the closer's value.
+    """The operator that a replayed region becomes.
 
-    Inputs named None in `layouts` are position_ids: a request's positions are 0, 1, 2, ..., so they are not stored.
+    `forward(*row_inputs, *pools, *METADATA, *weights)` -> the closer's value on the packed row. Inputs that are None in
+    `layouts` are position_ids: a request's positions are 0, 1, 2, ..., so they are not stored. Weights are arguments
+    so that the graph reads the model's own tensors in one place.
     """
 
     def __init__(
-        self, subgraph: fx.GraphModule, layouts: Sequence[RowLayout | None], out_dim: int, path: str
-    ) -> None:
+        self, subgraph: fx.GraphModule, layouts: Sequence[RowLayout | None], result: RowLayout, path: str,
+        min_tokens: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.subgraph = subgraph
         self.layouts = tuple(layouts)
-        self.out_dim = out_dim
+        self.stored = tuple(layout for layout in layouts if layout is not None)
+        self.result = result
         self.path = path
-        self.min_tokens = 1
+        self.min_tokens = min_tokens
+        self.weights: tuple[torch.Tensor, ...] = ()
+        """Of the last step."""
+        self.probe: list[torch.Tensor | None] | None = None
+        """Set to a list to keep the rows of the first sequence of the next step, for tests of the region."""
 
     def run(self, rows: Sequence[torch.Tensor | None], num_tokens: int) -> torch.Tensor:
-        """The region over one whole sequence of `num_tokens`; rows [T, *row] per stored input."""
+        """The region over one whole sequence of `num_tokens`: rows [T, *row] per stored input -> [T, *row]."""
         padded = max(num_tokens, self.min_tokens)
         arguments = []
-        device = next((r.device for r in rows if r is not None), None)
+        device = next(
+            (tensor.device for tensor in (*rows, *self.weights) if tensor is not None), None
+        )
         for layout, value in zip(self.layouts, rows, strict=True):
             if layout is None:
                 arguments.append(torch.arange(padded, device=device)[None])
@@ -71,43 +107,58 @@ class Replay(nn.Module):
             if padded > num_tokens:  # causal, so what comes after the sequence is of no account
                 value = torch.cat([value, value[-1:].expand(padded - num_tokens, *value.shape[1:])])
             arguments.append(layout.rebuild(value))
-        result = self.subgraph(padded, *arguments)
-        return result.narrow(self.out_dim, 0, num_tokens)
+        result = self.subgraph(padded, *arguments, *self.weights)
+        return self.result.rows_first(result)[:num_tokens]
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        stored = [layout for layout in self.layouts if layout is not None]
-        values = tensors[: len(stored)]
-        pools = tensors[len(stored) : 2 * len(stored)]
-        cu_seqlens, context_lens, block_table, slot_mapping = tensors[2 * len(stored) :]
-        for layout, value, pool in zip(stored, values, pools, strict=True):
+        count = len(self.stored)
+        values, pools = tensors[:count], tensors[count : 2 * count]
+        cu_seqlens, context_lens, block_table, slot_mapping = tensors[
+            2 * count : 2 * count + len(METADATA)
+        ]
+        self.weights = tensors[2 * count + len(METADATA) :]
+        for layout, value, pool in zip(self.stored, values, pools, strict=True):
             pool.view(-1, *layout.shape)[slot_mapping] = layout.rows_first(value).to(pool.dtype)
-        outputs = []
+        outputs: list[torch.Tensor] = []
         starts, contexts = cu_seqlens.tolist(), context_lens.tolist()
-        page_size = pools[0].shape[1] if pools else 1
         for i, context in enumerate(contexts):
             new = starts[i + 1] - starts[i]
             if new == 0:
                 continue
-            total = context + new
-            index = torch.arange(total, device=slot_mapping.device)
-            slots = block_table[i, index // page_size].long() * page_size + index % page_size
-            held = iter([pool.view(-1, *row.shape)[slots] for pool, row in zip(pools, stored, strict=True)])
-            rows = [None if layout is None else next(held) for layout in self.layouts]
-            outputs.append(self.run(rows, total).narrow(self.out_dim, context, new))
-        packed = torch.cat(outputs, self.out_dim)
-        return self._with_padding(packed, slot_mapping.shape[0])
+            rows = self._history(pools, block_table[i], context + new)
+            if self.probe is not None and not outputs:
+                self.probe = rows
+            outputs.append(self.run(rows, context + new)[context:])
+        return self.result.rebuild(self._with_padding(outputs, slot_mapping))
 
-    def _with_padding(self, packed: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Rows of no sequence (the runner's padding) are zeros."""
-        missing = num_tokens - packed.shape[self.out_dim]
-        if not missing:
-            return packed
-        shape = list(packed.shape)
-        shape[self.out_dim] = missing
-        return torch.cat([packed, packed.new_zeros(shape)], self.out_dim)
+    def _history(
+        self, pools: Sequence[torch.Tensor], pages: torch.Tensor, total: int
+    ) -> list[torch.Tensor | None]:
+        """The rows of one whole sequence, one entry per input; None where positions are counted."""
+        if not pools:
+            return [None] * len(self.layouts)
+        page_size = pools[0].shape[1]
+        index = torch.arange(total, device=pages.device)
+        slots = pages[index // page_size].long() * page_size + index % page_size
+        rows = iter(
+            [pool.view(-1, *row.shape)[slots] for pool, row in zip(pools, self.stored, strict=True)]
+        )
+        return [None if layout is None else next(rows) for layout in self.layouts]
+
+    def _with_padding(
+        self, outputs: list[torch.Tensor], slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """One packed row. Rows of no sequence (the runner's padding) are zeros."""
+        missing = slot_mapping.shape[0] - sum(map(len, outputs))
+        padding = torch.zeros(
+            missing, *self.result.shape, dtype=self.result.dtype, device=slot_mapping.device
+        )
+        return torch.cat([*outputs, padding])
 
 
-def graft_replay(region: Region, analysis: Analysis, grafting: Grafting) -> Replay:
+def graft_replay(
+    region: Region, analysis: Analysis, grafting: Grafting, min_tokens: int = 1
+) -> Replay:
     """Replace the region by a Replay module: cut its inputs where storing is cheapest, declare their rows."""
     nodes, inputs = cheapest_inputs(region, analysis)
     layouts: list[RowLayout | None] = []
@@ -115,42 +166,52 @@ def graft_replay(region: Region, analysis: Analysis, grafting: Grafting) -> Repl
         if node.op == "placeholder" and node.target == "position_ids":
             layouts.append(None)
             continue
-        dim = analysis.value(node).token_dim
-        sizes = shape_of(node)
-        row = tuple(int(size) if d != dim else 0 for d, size in enumerate(sizes))
-        row = tuple(size for d, size in enumerate(row) if d != dim)
-        layouts.append(RowLayout(dim, row, node.meta["dtype"], f"row:{node.name}"))
-    subgraph = extract(region.closer, nodes, inputs, grafting.graph.owning_module)
-    module = Replay(subgraph, layouts, analysis.uncut[region.closer].token_dim, region.path)
-    _insert(region, module, inputs, grafting)
+        ((dim, axis),) = analysis.value(node).axes
+        layouts.append(RowLayout.of(node, dim, axis, f"row:{node.name}"))
+    ((dim, axis),) = analysis.uncut[region.closer].axes
+    subgraph, weights = extract(region.closer, nodes, inputs)
+    result = RowLayout.of(region.closer, dim, axis)
+    module = Replay(subgraph, layouts, result, region.path, min_tokens)
+    _insert(region, module, inputs, weights, grafting)
     return module
 
 
-def _insert(region: Region, module: Replay, inputs: list[fx.Node], grafting: Grafting) -> None:
+def _insert(
+    region: Region,
+    module: Replay,
+    inputs: list[fx.Node],
+    weights: list[fx.Node],
+    grafting: Grafting,
+) -> None:
     owner = grafting.graph.owning_module
+    assert owner is not None
     name = f"replay_{sum(isinstance(m, Replay) for m in owner.modules())}"
     owner.add_submodule(name, module)
-    stored = [(n, layout) for n, layout in zip(inputs, module.layouts, strict=True) if layout]
-    pools = [grafting.shared_row_pool(RowSpec(row.pool, row.shape, row.dtype)) for _, row in stored]
+    rows = [node for node, layout in zip(inputs, module.layouts, strict=True) if layout]
+    pools = [
+        grafting.shared_row_pool(RowSpec(row.pool, row.shape, row.dtype)) for row in module.stored
+    ]
     metadata = [grafting.sequence(field) for field in METADATA]
     closer = region.closer
     with grafting.graph.inserting_before(closer):
-        node = grafting.graph.call_module(name, (*[n for n, _ in stored], *pools, *metadata))
-    node.meta.update(closer.meta)
+        node = grafting.graph.call_module(name, (*rows, *pools, *metadata, *weights))
+    axis = Axis(module.result.outer, module.result.inner)
+    node.meta.update(closer.meta, token_axis=(module.result.dim, axis))
     grafting.replace(closer, node)
 
 
 def extract(
-    closer: fx.Node, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], owner: fx.GraphModule
-) -> fx.GraphModule:
-    """The region as a function `(num_tokens, *inputs) -> closer`, reading the same weights."""
+    closer: fx.Node, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The region as a function `(num_tokens, *inputs, *weights) -> closer`, and the weights that it reads."""
+    weights = [node for node in nodes if node.op == "get_attr"]
     graph = fx.Graph()
     tokens = graph.placeholder("num_tokens")
-    copies: dict[fx.Node, fx.Node] = {node: graph.placeholder(node.name) for node in inputs}
+    copies = {node: graph.placeholder(node.name) for node in (*inputs, *weights)}
     for node in nodes:
         if node in copies:
             continue
-        if _counts_tokens(node):
+        if node.meta.get("size") == TOKENS:
             copies[node] = tokens
             continue
         copy = graph.node_copy(node, lambda old: copies[old])
@@ -159,31 +220,4 @@ def extract(
             copy.target = torch.ops.aten.reshape.default
         copies[node] = copy
     graph.output(copies[closer])
-    return fx.GraphModule(owner, graph)
-
-
-def _counts_tokens(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.meta.get("shape") is None and isinstance(value, torch.SymInt) and _is_tokens(value)
-
-
-def _is_tokens(value: torch.SymInt) -> bool:
-    return value.node.expr.is_Symbol
-
-
-def prefix_error(replay: Replay, rows: Sequence[torch.Tensor | None], lengths: Sequence[int]) -> dict[int, float]:
-    """How far the region is from prefix stability: per length m, max |R(x[:n])[:m] - R(x[:m])| over max(1, |R|).
-
-    inf where the region cannot run at that length at all.
-    """
-    total = next(row.shape[0] for row in rows if row is not None)
-    whole = replay.run(rows, total)
-    scale = max(1.0, float(whole.abs().max())) if whole.is_floating_point() else 1.0
-    errors = {}
-    for length in lengths:
-        cut = [None if row is None else row[:length] for row in rows]
-        part = replay.run(cut, length)
-        difference = (whole.narrow(replay.out_dim, 0, length) - part).abs().max()
-        errors[length] = float(difference) / scale
-    return errors
-
+    return fx.GraphModule(nn.Module(), graph), weights

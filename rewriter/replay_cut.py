@@ -16,10 +16,12 @@ from .graph import shape_of
 from .pattern import Region
 from .token_axis.analysis import Analysis
 from .token_axis.regions import value_operands
+from .token_axis.value import has_tokens
 
 EXPENSIVE = frozenset(
     "linear matmul bmm mm addmm baddbmm einsum convolution conv1d scaled_dot_product_attention topk sort".split()
 )
+"""Operations that are not repeated over the whole history in each step."""
 
 NEVER = 1 << 40
 """Bytes per token of what cannot be kept as one row per token."""
@@ -33,7 +35,9 @@ def cheapest_inputs(region: Region, analysis: Analysis) -> tuple[list[fx.Node], 
     flow = nx.DiGraph()
     reachable = _build(flow, region, analysis)
     _, (_, sink_side) = nx.minimum_cut(flow, "source", "sink")
-    inputs = [node for node in reachable if ("out", node) in sink_side and ("in", node) not in sink_side]
+    inputs = [
+        node for node in reachable if ("out", node) in sink_side and ("in", node) not in sink_side
+    ]
     inside = {node for node in reachable if ("in", node) in sink_side}
     nodes = set(region.nodes) | inside
     nodes |= _fixed_behind(nodes, inputs, analysis)
@@ -42,42 +46,50 @@ def cheapest_inputs(region: Region, analysis: Analysis) -> tuple[list[fx.Node], 
 
 def _build(flow: nx.DiGraph, region: Region, analysis: Analysis) -> list[fx.Node]:
     """Row-local nodes upstream of the region's inputs, each an edge whose capacity is its bytes per token."""
-    pending, seen = list(region.inputs), []
+    pending = list(region.inputs)
+    seen: dict[fx.Node, None] = {}
     for node in region.inputs:
         flow.add_edge(("out", node), "sink")
     while pending:
         node = pending.pop()
         if node in seen:
             continue
-        seen.append(node)
+        seen[node] = None
         flow.add_edge(("in", node), ("out", node), capacity=_bytes(node, analysis))
         boundary = _is_boundary(node, analysis)
-        operands = [] if boundary else [n for n in value_operands(node) if not analysis.value(n).is_fixed]
+        operands = (
+            [] if boundary else [n for n in value_operands(node) if not analysis.value(n).is_fixed]
+        )
         if not operands or not all(analysis.value(n).is_row_local for n in operands):
             flow.add_edge("source", ("in", node))
             continue
         for operand in operands:
             flow.add_edge(("out", operand), ("in", node))
             pending.append(operand)
-    return seen
+    return list(seen)
 
 
 def _is_boundary(node: fx.Node, analysis: Analysis) -> bool:
     name = getattr(node.target, "_opname", "")
-    return node.op != "call_function" or analysis.is_cut(node) or name in EXPENSIVE or not hasattr(node.target, "_opname")
+    return (
+        node.op != "call_function"
+        or analysis.is_cut(node)
+        or name in EXPENSIVE
+        or not hasattr(node.target, "_opname")
+    )
 
 
 def _bytes(node: fx.Node, analysis: Analysis) -> int:
-    if node in analysis.positional and node not in analysis.history:
-        return 0 if node.op == "placeholder" else NEVER
-    if node.meta.get("shape") is None:
+    """Bytes per token of keeping this node's rows."""
+    if node.op == "placeholder" and node.target == "position_ids":
+        return 0
+    if node in analysis.positional or node in analysis.history or node.meta.get("shape") is None:
         return NEVER
-    dim = analysis.value(node).token_dim
+    ((dim, axis),) = analysis.value(node).axes
     sizes = [size for d, size in enumerate(shape_of(node)) if d != dim]
-    axis = dict(analysis.value(node).axes)[dim]
-    if axis.outer * axis.inner != 1 or not all(isinstance(size, int) for size in sizes):
-        return NEVER  # several rows per token in one dimension: keep it from before the merge
-    return math.prod(int(size) for size in sizes) * node.meta["dtype"].itemsize
+    if any(map(has_tokens, sizes)):
+        return NEVER
+    return math.prod(map(int, sizes)) * axis.outer * axis.inner * int(node.meta["dtype"].itemsize)
 
 
 def _fixed_behind(nodes: set[fx.Node], inputs: list[fx.Node], analysis: Analysis) -> set[fx.Node]:

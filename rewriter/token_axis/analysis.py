@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -56,9 +57,10 @@ class Facts:
         return str(getattr(self.node.target, "_opname", self.node.target))
 
     @property
-    def num_returns(self) -> int:
-        """How many results the operator's schema has."""
-        return len(self.node.target._schema.returns)  # type: ignore[union-attr]
+    def schema(self) -> Any:
+        """The ATen operator's schema."""
+        target: Any = self.node.target
+        return target._schema
 
     def argument(self, position: int, name: str, default: object = None) -> object:
         """An argument given by position or keyword."""
@@ -125,6 +127,7 @@ class Facts:
     def unknown(self, why: str) -> Result:
         """Any element may depend on any token, in any order; unless nothing that is read has to do with tokens."""
         tensors = self.tensors
+        why = next((value.why for operand in tensors if (value := self.value(operand)).mixed), why)
         constant = len(tensors) == len(self.operands) and all(
             self.value(operand).is_fixed and not any(map(has_tokens, self.shape(operand)))
             for operand in tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
@@ -88,16 +89,15 @@ def addmm(facts: Facts) -> Value:
 
 @rule("einsum")
 def einsum(facts: Facts) -> Result:
-    equation, operands = facts.node.args[:2]
-    text = str(equation).replace(" ", "")
-    assert isinstance(operands, (list, tuple))
+    operands: Any = facts.node.args[1]
+    text = str(facts.node.args[0]).replace(" ", "")
     if not re.fullmatch(r"[A-Za-z,]+->[A-Za-z]*", text):
         return facts.unknown(f"einsum {text} is not analysed")
     inputs, out = text.split("->")
     names = inputs.split(",")
     if any(len(set(part)) < len(part) for part in names):
         return facts.unknown(f"einsum {text} takes a diagonal")
-    return contract(facts, list(zip(operands, map(list, names), strict=True)), list(out), CONTRACTS)  # type: ignore[arg-type]
+    return contract(facts, list(zip(operands, names, strict=True)), out, CONTRACTS)
 
 
 @rule("dot", "mv", "outer", "ger")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -26,8 +26,12 @@ POINTWISE = """
 def combine(facts: Facts, operands: Sequence[fx.Node]) -> Value:
     """Join the operands' axes after broadcasting them against the result."""
     shape = facts.out_shape
-    shifts = {operand: len(shape) - len(facts.shape(operand)) for operand in operands}
-    joined = together((facts.value(o), lambda dim, by=shifts[o]: dim + by) for o in operands)  # type: ignore[misc]
+
+    def aligned(operand: fx.Node) -> tuple[Value, Callable[[int], int]]:
+        shift = len(shape) - len(facts.shape(operand))
+        return facts.value(operand), lambda dim: dim + shift
+
+    joined = together(map(aligned, operands))
     axes = {dim: fitted(axis, shape[dim]) for dim, axis in joined.axes}
     return make(axes, joined.mixed, joined.why)
 

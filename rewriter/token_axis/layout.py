@@ -66,7 +66,8 @@ def reshape_axes(axes: dict[int, Axis], old: Shape, new: Shape) -> dict[int, Axi
         if len(held) == 1 and axis.kind == "ok" and sum(has_tokens(old[d]) for d in old_dims) == 1:
             result.update(_redistribute(axis, dim, old, old_dims, new, new_dims))
         else:
-            loose = ODD if len(held) == 1 and axis.kind == "odd" else PERM
+            # parts of one odd dimension stay in order when they are joined again (blocks of a padded row)
+            loose = ODD if all(axis.kind == "odd" for axis in held.values()) else PERM
             result.update({dim: loose for dim in new_dims if new[dim] != 1})
     return result
 
@@ -88,6 +89,15 @@ def _held(axes: dict[int, Axis], old: Shape, dims: Dims) -> dict[int, Axis]:
 @cache
 def groups(old: Shape, new: Shape) -> tuple[tuple[Dims, Dims], ...]:
     """Split both shapes into the shortest runs of dimensions with equal products."""
+    alike = 0  # last dimensions that stay as they are, whatever is in front of them
+    while alike < min(len(old), len(new)) and old[-1 - alike] == new[-1 - alike]:
+        alike += 1
+    ends = len(old) - alike, len(new) - alike
+    pairs = [((ends[0] + k,), (ends[1] + k,)) for k in range(alike)]
+    return (*_prefix_groups(old[: ends[0]], new[: ends[1]]), *pairs)
+
+
+def _prefix_groups(old: Shape, new: Shape) -> list[tuple[Dims, Dims]]:
     found: list[tuple[Dims, Dims]] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -102,7 +112,7 @@ def groups(old: Shape, new: Shape) -> tuple[tuple[Dims, Dims], ...]:
                 break
         found.append((tuple(range(i, i + len(left))), tuple(range(j, j + len(right)))))
         i, j = i + len(left), j + len(right)
-    return tuple(found)
+    return found
 
 
 def _product(sizes: Sequence[Size]) -> Size:

@@ -52,29 +52,30 @@ def _rows_of(shape: tuple[Size, ...]) -> Value:
 
 
 def grafted(facts: Facts) -> Result:
-    """Rows in, rows out, by the sequence boundaries the operator was given. What it reads must be row-local."""
-    tokens = [dim for dim, size in enumerate(facts.out_shape) if has_tokens(size)]
-    if not tokens:
+    """Rows in, rows out, by the sequence boundaries the operator was given. What it reads must be row-local.
+
+    An operator has one row per token along the same dimension of what it reads and returns. A replayed region may have
+    its rows in any layout, and says where they are in its result.
+    """
+    place = facts.node.meta.get("token_axis") or _rows_along(facts.out_shape)
+    if place is None:
         return facts.unknown("a grafted operator without rows")
     for operand in facts.tensors:
         value = facts.value(operand)
         if not (value.is_fixed or value.is_row_local):
-            return make(
-                dict.fromkeys(tokens, Axis()),
-                True,
-                value.why or "a grafted operator reads mixed rows",
+            return facts.unknown(
+                value.why or "a grafted operator reads what is not one row per token"
             )
-        if (
-            value.is_row_local
-            and facts.node.op != "call_module"
-            and value.axes[0] != (tokens[0], Axis())
-        ):
-            return make(
-                dict.fromkeys(tokens, Axis()),
-                True,
-                "a grafted operator reads rows in another layout",
-            )
-    return Value(((tokens[0], Axis()),))
+        if facts.node.op != "call_module" and value.is_row_local and value.axes != (place,):
+            return facts.unknown("a grafted operator reads rows in another layout")
+    return Value((place,))
+
+
+def _rows_along(shape: tuple[Size, ...]) -> tuple[int, Axis] | None:
+    """The first dimension of T elements."""
+    return next(
+        ((dim, Axis()) for dim, size in enumerate(shape) if tokens_multiple(size) == 1), None
+    )
 
 
 def expert_linear(facts: Facts) -> Value:

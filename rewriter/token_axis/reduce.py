@@ -19,12 +19,12 @@ REDUCTIONS = """
 
 def _several(facts: Facts, value: Value) -> Result:
     """Values and indices, for instance: one value for each result."""
-    count = facts.num_returns
+    count = len(facts.schema.returns)
     return (value,) * count if count > 1 else value
 
 
 def _names(facts: Facts) -> list[str]:
-    return [argument.name for argument in facts.node.target._schema.arguments]  # type: ignore[union-attr]
+    return [argument.name for argument in facts.schema.arguments]
 
 
 def _dims(facts: Facts, name: str, ndim: int) -> list[int]:
@@ -32,7 +32,7 @@ def _dims(facts: Facts, name: str, ndim: int) -> list[int]:
     names = _names(facts)
     if name not in names:
         return list(range(ndim))
-    default = facts.node.target._schema.arguments[names.index(name)].default_value  # type: ignore[union-attr]
+    default = facts.schema.arguments[names.index(name)].default_value
     argument: Any = facts.argument(names.index(name), name, default)
     if argument is None or argument == []:
         return list(range(ndim))

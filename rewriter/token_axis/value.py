@@ -78,8 +78,8 @@ ROWS = Value(((1, Axis()),))
 
 def make(axes: dict[int, Axis], mixed: bool, why: str = "") -> Value:
     """A value from a dict of axes. Axes out of order or of odd size have lost their alignment: that is mixing."""
-    loose = any(axis.kind != "ok" for axis in axes.values())
-    return Value(tuple(sorted(axes.items())), mixed or loose, why)
+    mixed = mixed or any(axis.kind != "ok" for axis in axes.values())
+    return Value(tuple(sorted(axes.items())), mixed, why if mixed else "")
 
 
 def has_tokens(size: Size) -> bool:
