@@ -12,5 +12,5 @@ setup(
     script_name="setup.py",  # tells the build to leave this file out of the package at its side
     package_dir={"regraft": "."},
     packages=["regraft", *(f"regraft.{name}" for name in sorted(found))],
-    package_data={"regraft": ["py.typed"], "regraft.rewriter": ["report_page.html"]},
+    package_data={"": ["py.typed", "*.html"]},
 )

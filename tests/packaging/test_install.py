@@ -60,9 +60,10 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return packages
 
 
-def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_holds_every_file_of_the_folders_and_nothing_else(wheel: Path) -> None:
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    here = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    here = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    here = {path for path in here if "__pycache__" not in path.parts}
     here |= {path for path in ROOT.glob("*.py") if path.name != "setup.py"} | {ROOT / "py.typed"}
     assert packed == {f"regraft/{path.relative_to(ROOT).as_posix()}" for path in here}
 
