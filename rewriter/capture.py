@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import logging
 import traceback
 import warnings
@@ -13,6 +14,7 @@ import sympy
 import torch
 from torch import nn
 from torch._guards import ShapeGuard
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,7 +73,7 @@ class _PackedRow(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         torch._check(input_ids.shape[1] == position_ids.shape[1])
-        self.opaque.starts()
+        self.opaque.starts(input_ids.shape[1])
         if self.watch is not None:
             self.watch.starts(input_ids.shape[1])  # type: ignore[arg-type]
         positions = {"position_ids": position_ids} if self._takes_positions else {}
@@ -80,8 +82,17 @@ class _PackedRow(nn.Module):
 
     def run(self, length: int) -> torch.Tensor:
         """A real pass over a row of this length."""
-        output: torch.Tensor = self(*example_row(length, next(self.parameters()).device))
-        return output
+        logits: torch.Tensor = self(*example_row(length, next(self.parameters()).device))
+        return logits
+
+    def run_fake(self, length: int) -> torch.Tensor:
+        """A pass that only computes shapes."""
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+            fakes = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
+            row = example_row(length, next(self.parameters()).device)
+            logits: torch.Tensor = torch.func.functional_call(self, fakes, row)
+            return logits
 
 
 def implementations(model: nn.Module) -> Settings:
@@ -114,7 +125,7 @@ def _trace(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
             return _attempt(row)
         except Untraceable as reason:
             row.opaque.add(reason)
-            row.opaque.learn(row.run)
+            row.opaque.learn(row.run, row.run_fake)
 
 
 def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
@@ -144,13 +155,13 @@ def _export(row: _PackedRow) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Export explains at length what is read from its guards here."""
+    """Export explains at length what is read from its guards here, and prints the graph so far when it fails."""
     loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
             # `untouched` gives every attribute back as it was
             warnings.filterwarnings("ignore", message="The tensor attribute.* assigned during export")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -41,11 +42,14 @@ class Affine:
         return tokens if (self.slope, self.start) == (1, 0) else self.slope * tokens + self.start
 
 
+TokensAt = tuple[_Slot, int, int, Affine]
+"""Where a call's arguments tell T: kind of slot, index among those of its kind, dimension, size there in T."""
+
+
 @dataclass(frozen=True)
 class Example:
-    """One real call at one length: flattened arguments and results, tensors as (shape, dtype, device)."""
+    """What one real call at one length returned, flattened, tensors as ShapeOf; `problem` rules the module out."""
 
-    arguments: tuple[Any, ...]
     results: tuple[Any, ...]
     result_spec: pytree.TreeSpec
     problem: str = ""
@@ -77,7 +81,7 @@ class ModuleCall:
     argument_spec: pytree.TreeSpec
     results: tuple[Any, ...]
     result_spec: pytree.TreeSpec
-    tokens_at: tuple[_Slot, int, int, Affine] | None
+    tokens_at: TokensAt | None
     writes: tuple[tuple[nn.Module, str], ...] = ()
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -168,7 +172,7 @@ def example_of(
     if versions != [tensor._version for tensor in given]:
         problem = "it writes into its arguments"
     results, spec = pytree.tree_flatten(output)
-    example = Example(tuple(map(_kept, flat)), tuple(map(_kept, results)), spec, problem)
+    example = Example(tuple(map(_kept, results)), spec, problem)
     return output, example
 
 
@@ -233,21 +237,23 @@ def _line(lengths: Sequence[int], sizes: Sequence[int], path: str) -> Any:
     return Affine(slope, start)
 
 
-def find_tokens(arguments: tuple[Any, ...]) -> tuple[_Slot, int, int, Affine] | None:
-    """Where among the arguments the number of tokens can be read: (slot kind, index in that kind, dim, Affine)."""
-    found: list[tuple[_Slot, int, int, Affine]] = []
-    tensors = sizes = 0
-    for argument in arguments:
-        if isinstance(argument, ShapeOf):
-            found += [
-                (_Slot.TENSOR, tensors, dim, size)
-                for dim, size in enumerate(argument.shape)
-                if isinstance(size, Affine)
-            ]
-            tensors += 1
-        elif isinstance(argument, Affine):
-            found.append((_Slot.SIZE, sizes, 0, argument))
-            sizes += 1
+def find_tokens(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[torch.SymInt], symbol: sympy.Expr | None
+) -> TokensAt | None:
+    """Where among the arguments of a traced call the number of tokens can be read."""
+    places = [
+        (_Slot.TENSOR, index, dim, size)
+        for index, tensor in enumerate(tensors)
+        for dim, size in enumerate(tensor.shape)
+        if isinstance(size, torch.SymInt)
+    ]
+    places += [(_Slot.SIZE, index, 0, size) for index, size in enumerate(sizes)]
+    found: list[TokensAt] = []
+    for slot, index, dim, size in places:
+        expr = sympy.expand(size.node.expr)
+        slope, start = expr.coeff(symbol), expr.coeff(symbol, 0)
+        if slope.is_Integer and start.is_Integer and slope > 0 and sympy.expand(slope * symbol + start - expr) == 0:
+            found.append((slot, index, dim, Affine(int(slope), int(start))))
     found.sort(key=lambda place: (place[3].slope != 1, place[3].start != 0))
     return found[0] if found else None
 

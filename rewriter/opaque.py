@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import nn
 
@@ -27,6 +28,10 @@ from .untouched import storage_key, untouched, writes_undone
 
 LENGTHS = (37, 50, 71)
 """Lengths of the example calls: enough to tell a size that grows with T from one in blocks of it."""
+
+SHORT, LONG = 7, 2051
+"""Lengths at which a size that is limited, or counted in large blocks, gives itself away. A model may be unable to run
+at the first; at the second it is run on fake tensors, which a module that branches on data cannot be."""
 
 _serial = itertools.count()
 
@@ -52,15 +57,16 @@ class OpaqueModules:
         self._settings = settings
         self._serial = next(_serial)
         self.paths: set[str] = set()
-        self._examples: dict[str, list[list[Example]]] = {}
+        self._examples: dict[int, dict[str, list[Example]]] = {}  # length -> path -> calls
         self._written: set[int] = set()
+        self._symbol: sympy.Expr | None = None
         self._calls_seen: dict[str, int] = {}
         self._calls: dict[str, ModuleCall] = {}  # keeps them alive until a graph does
 
     def add(self, reason: Untraceable) -> None:
         """Make the module opaque, and its twins elsewhere in the model; its parent if it is opaque already."""
         path = reason.path
-        while path in self.paths:
+        while path in self.paths or (path and not _has_forward(self._modules[path])):
             path = path.rpartition(".")[0]
         if path == "":
             raise RewriteError(
@@ -74,23 +80,31 @@ class OpaqueModules:
         kept = {name for name in self.paths if not any(_inside(name, twin) for twin in twins)}
         self.paths = kept | {name for name in twins if not any(_inside(name, other) for other in twins)}
 
-    def learn(self, run: Callable[[int], object]) -> None:
-        """Run the real model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
-        self._examples = {path: [[] for _ in LENGTHS] for path in self.paths}
-        for index, length in enumerate(LENGTHS):
-            with untouched(self._model), writes_undone(self._model) as written:
-                for path in self.paths:
-                    module = self._modules[path]
-                    module.forward = self._recorder(path, module, index)  # type: ignore[method-assign]
-                run(length)
-                self._written |= written.storages
+    def learn(self, run: Callable[[int], object], fake_run: Callable[[int], object]) -> None:
+        """Run the model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
+        self._examples = {}
+        for length in LENGTHS:
+            self._learn_at(length, run)
+        for length, attempt in ((SHORT, run), (LONG, fake_run)):
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):
+                self._learn_at(length, attempt)
 
-    def _recorder(self, path: str, module: nn.Module, index: int) -> Callable[..., Any]:
+    def _learn_at(self, length: int, run: Callable[[int], object]) -> None:
+        calls: dict[str, list[Example]] = {path: [] for path in self.paths}
+        with untouched(self._model), writes_undone(self._model) as written:
+            for path in self.paths:
+                module = self._modules[path]
+                module.forward = self._recorder(calls[path], module)  # type: ignore[method-assign]
+            run(length)
+            self._written |= written.storages
+        self._examples[length] = calls
+
+    def _recorder(self, calls: list[Example], module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
             output, example = example_of(forward, args, kwargs)
-            self._examples[path][index].append(example)
+            calls.append(example)
             return output
 
         return record
@@ -110,9 +124,10 @@ class OpaqueModules:
                 if forward is not None:
                     vars(module)["forward"] = forward
 
-    def starts(self) -> None:
-        """To be called where a pass over the model begins."""
+    def starts(self, tokens: int | torch.SymInt) -> None:
+        """To be called where a pass over the model begins, with the number of tokens."""
         self._calls_seen.clear()
+        self._symbol = tokens.node.expr if isinstance(tokens, torch.SymInt) else None
 
     def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -127,8 +142,8 @@ class OpaqueModules:
             self._calls_seen[path] = number + 1
             tensors, sizes, arguments, spec = split_arguments(args, kwargs, path)
             examples = self._examples_of(path, number)
-            taken = shapes_in_tokens(LENGTHS, [example.arguments for example in examples], path)
-            results = shapes_in_tokens(LENGTHS, [example.results for example in examples], path)
+            lengths = list(self._examples)
+            results = shapes_in_tokens(lengths, [example.results for example in examples], path)
             call = ModuleCall(
                 key=f"{self._serial}:{path}:{number}",
                 path=path,
@@ -139,7 +154,7 @@ class OpaqueModules:
                 argument_spec=spec,
                 results=results,
                 result_spec=examples[0].result_spec,
-                tokens_at=find_tokens(taken),
+                tokens_at=find_tokens(tensors, sizes, self._symbol),
                 writes=writes,
             )
             self._calls[call.key] = call
@@ -149,9 +164,10 @@ class OpaqueModules:
 
     def _examples_of(self, path: str, number: int) -> Sequence[Example]:
         """What call number `number` looked like at each of the lengths."""
-        if any(len(calls) <= number for calls in self._examples[path]):
+        found = [calls[path] for calls in self._examples.values()]
+        if any(len(calls) <= number for calls in found):
             raise LeafUnsupported(f"{path} is called more often in the trace than in a real pass")
-        examples = [calls[number] for calls in self._examples[path]]
+        examples = [calls[number] for calls in found]
         problem = next((example.problem for example in examples if example.problem), "")
         if problem or any(example.result_spec != examples[0].result_spec for example in examples):
             raise LeafUnsupported(f"{path}: {problem or 'it returns another structure at another length'}")
@@ -160,6 +176,11 @@ class OpaqueModules:
 
 def _inside(name: str, other: str) -> bool:
     return name.startswith(other + ".")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for a mere container."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _twin_key(module: nn.Module) -> tuple[Any, ...]:
