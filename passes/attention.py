@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 import regraft.kernels.paged_attention  # noqa: F401 (registers the operator)
-from regraft.rewriter.attention_core import Core, Rows, find_core, find_rows, without_repeats
+from regraft.rewriter.attention_core import Core, Layout, find_core
+from regraft.rewriter.attention_rows import Rows, find_rows, without_repeats
 from regraft.rewriter.formulas import Cell
 from regraft.rewriter.graph import TOKENS
 from regraft.rewriter.indexing import Element
@@ -50,6 +51,7 @@ class Plan:
     """Everything that paged_attention is called with."""
 
     closer: fx.Node
+    layout: Layout
     score: Score
     query: Rows
     key: Rows
@@ -86,7 +88,7 @@ def check(core: Core) -> Plan | Declined:
     by_distance = _distance_rows(score, core)
     if isinstance(by_distance, Declined):
         return _at(by_distance, core)
-    return Plan(core.closer, score, *rows, slopes, sinks, by_distance, axes.q)
+    return Plan(core.closer, core.layout, score, *rows, slopes, sinks, by_distance, axes.q)
 
 
 def _at(declined: Declined, core: Core) -> Declined:
@@ -245,7 +247,10 @@ def _pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
     shared = rows.node.meta.get(f"pool of {name}")
     if shared is not None and shared[0] == rows and shared[1] in grafting.inputs:
         return grafting.inputs[shared[1]]
-    pool = grafting.row_pool(name, (rows.heads, rows.width), rows.dtype)
+    label, number = name, 2
+    while f"{grafting.region.path}:{label}" in grafting.inputs:
+        label, number = f"{name}{number}", number + 1  # another attention of the same module
+    pool = grafting.row_pool(label, (rows.heads, rows.width), rows.dtype)
     rows.node.meta[f"pool of {name}"] = (rows, grafting.row_specs[-1].name)
     return pool
 
@@ -292,11 +297,15 @@ def _as_result(attended: fx.Node, plan: Plan, grafting: Grafting) -> fx.Node:
             aten._to_copy.default, attended, shape=(TOKENS, heads, width), dtype=dtype
         )
         attended.kwargs = {"dtype": dtype}
-    by_head = grafting.call(
-        aten.permute.default, attended, [1, 0, 2], shape=(heads, TOKENS, width), dtype=dtype
-    )
-    sizes = [-1 if size == TOKENS else int(size) for size in shape]
-    return grafting.call(aten.reshape.default, by_head, sizes, shape=shape, dtype=dtype)
+    layout, rank = plan.layout, len(shape)
+    split = (TOKENS, *layout.head_sizes, width)
+    if len(layout.head_sizes) != 1:
+        sizes = [-1, *layout.head_sizes, width]
+        attended = grafting.call(aten.reshape.default, attended, sizes, shape=split, dtype=dtype)
+    dims = [0] * rank
+    for position, dim in enumerate((layout.token_dim, *layout.head_dims, layout.width_dim)):
+        dims[dim] = position
+    return grafting.call(aten.permute.default, attended, dims, shape=shape, dtype=dtype)
 
 
 PASS = Pass(

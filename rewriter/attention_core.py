@@ -8,38 +8,49 @@ heads are laid out, repeated or merged with the batch, nor which operations spel
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import sympy
-import torch
 from torch import fx
 
 from .elements import Elements
 from .formulas import Cell, Choose, Value, is_condition, number
 from .graph import TOKENS, is_aten
-from .indexing import Coordinates, Element, argument, arguments, broadcast, sizes_of, trace
-from .integers import ZERO, Expr, Index, Quotient, compare, remainder
+from .indexing import Coordinates, Element, argument, arguments, broadcast, sizes_of
+from .integers import ONE, ZERO, Expr, Index, Quotient, compare, remainder
 from .masks import shorten
 from .pattern import Declined
+from .products import Product, is_product, multiplied, result_dims
 from .scores import Axes
 
 MAX_COLUMNS_BESIDE = 1
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The dimensions of the closer's result: one of tokens, one of the values' width, the others are heads."""
+
+    token_dim: int
+    width_dim: int
+    head_dims: tuple[int, ...]
+    head_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Core:
     """Attention as found: formulas of the scores, and the elements that the products are taken of.
 
-    `score` is the value at (h, q, k), `beside` that of the one column next to the keys, if there is one. `query` and
-    `key` are the elements whose product over `feature` is the cell `product`; `value` is the element that the
-    probability of k is multiplied with, `value_feature` its last index.
+    `score` is the value at (h, q, k), `beside` that of the one column next to the keys, if there is one. `products`
+    gives for the name of each product in the score the elements that it multiplies. `value` is the element that the
+    probability of k is multiplied with, `value_feature` the index of its width.
     """
 
     closer: fx.Node
+    layout: Layout
     axes: Axes
     score: Value
     beside: Value | None
-    products: dict[str, tuple[Element, Element, Index]]
+    products: dict[str, Product]
     value: Element
     value_feature: Index
     softmax: fx.Node
@@ -49,63 +60,58 @@ def find_core(closer: fx.Node) -> Core | Declined:
     """The attention that ends in `closer`, or why there is none."""
     if is_aten(closer, "scaled_dot_product_attention"):
         return _fused_core(closer)
-    if is_aten(closer, "matmul", "bmm"):
+    if is_product(closer) and not is_aten(closer, "baddbmm"):
         return _product_core(closer)
     return Declined("no attention: tokens are not mixed by a product with values", closer)
 
 
-def _axes(closer: fx.Node) -> tuple[Axes, Coordinates] | Declined:
-    """The indices of the result `[*batch, T, width]`, and the batch coordinates as functions of the head."""
-    *batch, tokens, _ = sizes_of(closer)
-    if tokens != TOKENS or not all(size.is_Integer for size in batch):
-        return Declined(f"the result has no rows of heads: its shape is {sizes_of(closer)}", closer)
-    h = Index("h", math.prod(int(size) for size in batch))
-    place, stride = [], sympy.Integer(1)
-    for size in reversed(batch):
-        place.append(remainder(Quotient(h, stride), size) if size != 1 else ZERO)
-        stride = stride * size
-    return Axes(h, Index("q", TOKENS), Index("k", TOKENS)), tuple(reversed(place))
+Frame = tuple[Layout, Axes, Index, Coordinates]
+
+
+def _frame(closer: fx.Node, token_dim: int, width_dim: int) -> Frame | Declined:
+    """The layout of the result, the indices, and the result's coordinates as functions of them."""
+    sizes = sizes_of(closer)
+    head_dims = tuple(dim for dim in range(len(sizes)) if dim not in (token_dim, width_dim))
+    if sizes[token_dim] != TOKENS or not all(sizes[d].is_Integer for d in (*head_dims, width_dim)):
+        return Declined(f"the result has no rows of heads: its shape is {sizes}", closer)
+    layout = Layout(token_dim, width_dim, head_dims, tuple(int(sizes[dim]) for dim in head_dims))
+    axes = Axes(Index("h", math.prod(layout.head_sizes)), Index("q", TOKENS), Index("k", TOKENS))
+    feature = Index("d", sizes[width_dim])
+    place: list[Expr] = [ZERO] * len(sizes)
+    place[token_dim], place[width_dim] = axes.q, feature
+    stride = ONE
+    for dim in reversed(head_dims):
+        if sizes[dim] != 1:
+            place[dim] = remainder(Quotient(axes.h, stride), sizes[dim])
+            stride = stride * sizes[dim]
+    return layout, axes, feature, tuple(place)
 
 
 def _fused_core(closer: fx.Node) -> Core | Declined:
-    found = _axes(closer)
+    rank = len(sizes_of(closer))
+    found = _frame(closer, rank - 2, rank - 1)
     if isinstance(found, Declined):
         return found
-    axes, batch = found
+    layout, axes, value_feature, (*batch, _, _) = found
     query, key, value = arguments(closer)[:3]
     if argument(closer, 4, "dropout_p", 0.0) != 0.0:
         return Declined("attention dropout is active", closer)
     if sizes_of(key)[-2] != TOKENS:
         return Declined(f"there are {sizes_of(key)[-2]} keys for T queries", closer)
-    groups = bool(argument(closer, 7, "enable_gqa", False))
-    feature, value_feature = Index("d", sizes_of(query)[-1]), Index("d", sizes_of(value)[-1])
+    feature = Index("d", sizes_of(query)[-1])
+    rows = ((query, axes.q, feature), (key, axes.k, feature), (value, axes.k, value_feature))
+    q, k, v = ((node, _row_place(node, tuple(batch), closer, *at)) for node, *at in rows)
     product = Cell(sympy.Symbol(closer.name), axes.h, axes.q, axes.k)
-    elements = tuple(
-        (node, _row_place(node, batch, groups, closer, token, at))
-        for node, token, at in (
-            (query, axes.q, feature),
-            (key, axes.k, feature),
-            (value, axes.k, value_feature),
-        )
-    )
-    score = _fused_score(closer, product, batch, axes)
-    return Core(
-        closer,
-        axes,
-        score,
-        None,
-        {closer.name: (elements[0], elements[1], feature)},
-        elements[2],
-        value_feature,
-        closer,
-    )
+    score = _fused_score(closer, product, tuple(batch), axes)
+    products = {closer.name: (q, k, feature)}
+    return Core(closer, layout, axes, score, None, products, v, value_feature, closer)
 
 
 def _row_place(
-    node: fx.Node, batch: Coordinates, groups: bool, closer: fx.Node, token: Index, at: Index
+    node: fx.Node, batch: Coordinates, closer: fx.Node, token: Index, at: Index
 ) -> Coordinates:
     """Where sdpa takes a row of q, k or v from; with `enable_gqa`, each key head serves several query heads."""
-    if groups and batch:
+    if batch and argument(closer, 7, "enable_gqa", False):
         repeats = Quotient(sizes_of(closer)[-3], sizes_of(node)[-3])
         batch = (*batch[:-1], Quotient(batch[-1], repeats))
     return broadcast((*batch, token, at), sizes_of(node))
@@ -124,31 +130,27 @@ def _fused_score(closer: fx.Node, product: Cell, batch: Coordinates, axes: Axes)
 
 
 def _product_core(closer: fx.Node) -> Core | Declined:
-    found = _axes(closer)
+    dims = result_dims(closer)
+    if dims is None:
+        return Declined(
+            "no attention: the product has no dimension of its own for each operand", closer
+        )
+    if sizes_of(closer)[dims[0]] != TOKENS:
+        dims = dims[::-1]
+    found = _frame(closer, *dims)
     if isinstance(found, Declined):
         return found
-    axes, batch = found
-    weights, values = arguments(closer)[:2]
-    if sizes_of(weights)[-1] != TOKENS:
+    layout, axes, value_feature, place = found
+    product = multiplied(closer, place, "k")
+    if product is None or product[2] != axes.k:
         return Declined("no attention: nothing is summed over keys", closer)
-    elements = Elements(closer.graph)
-    place = broadcast((*batch, axes.q), (*sizes_of(weights)[:-2], TOKENS))
-    softmax = _find_softmax(elements, closer, weights, (*place, axes.k), axes)
+    weights, values = sorted(product[:2], key=lambda element: axes.q not in element[1])
+    softmax = _find_softmax(Elements(closer.graph), closer, *weights, axes)
     if isinstance(softmax, Declined):
         return softmax
-    value_feature = Index("d", sizes_of(values)[-1])
-    value_place = (*broadcast(batch, sizes_of(values)[:-2]), axes.k, value_feature)
     score, beside, node = softmax
-    return Core(
-        closer,
-        axes,
-        score,
-        beside,
-        _products(closer.graph, score),
-        (values, value_place),
-        value_feature,
-        node,
-    )
+    products = _products(closer.graph, score)
+    return Core(closer, layout, axes, score, beside, products, values, value_feature, node)
 
 
 Softmax = tuple[Value, Value | None, fx.Node]
@@ -218,98 +220,17 @@ def _summed(
     return score, beside, node
 
 
-def _products(graph: fx.Graph, score: Value) -> dict[str, tuple[Element, Element, Index]]:
+def _products(graph: fx.Graph, score: Value) -> dict[str, Product]:
     """For each cell of the score that is a matrix product: the elements multiplied, and the index summed over."""
     found = {}
     for cell in score.atoms(Cell):
         node = _node_of(graph, cell)
-        if not is_aten(node, "matmul", "bmm", "baddbmm"):
-            continue
-        left, right = arguments(node)[1:3] if is_aten(node, "baddbmm") else arguments(node)[:2]
-        *batch, row, column = cell.args[1:]
-        feature = Index("d", sizes_of(left)[-1])
-        one = (left, (*broadcast(tuple(batch), sizes_of(left)[:-2]), row, feature))
-        two = (right, (*broadcast(tuple(batch), sizes_of(right)[:-2]), feature, column))
-        found[node.name] = (one, two, feature)
+        product = multiplied(node, cell.args[1:], "d")
+        if product is not None:
+            found[node.name] = product
     return found
 
 
 def _node_of(graph: fx.Graph, cell: Expr) -> fx.Node:
     """The node that a cell is an element of."""
     return next(node for node in graph.nodes if node.name == cell.args[0].name)
-
-
-# ---- the rows
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A node that holds `[T, heads, width]` in some order of dimensions, and which head a query head reads.
-
-    `heads_dim` is None where there is one head without a dimension of its own. `head` is a formula in the index of
-    the query head. Of the heads along `heads_dim` each `stride`-th is meant. All other dimensions have size 1.
-    """
-
-    node: fx.Node
-    token_dim: int
-    heads_dim: int | None
-    feature_dim: int
-    heads: int
-    width: int
-    head: Expr
-    stride: int = 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.node.meta["dtype"]
-
-
-def find_rows(element: Element, token: Index, feature: Index, h: Index) -> list[Rows]:
-    """The tensors of rows that an element is moved from, the one used last (maybe with repeated heads) first."""
-    found = (_rows_of(node, place, token, feature, h) for node, place in trace(*element))
-    return [rows for rows in found if rows is not None]
-
-
-def _rows_of(
-    node: fx.Node, place: Coordinates, token: Index, feature: Index, h: Index
-) -> Rows | None:
-    token_dims = [dim for dim, at in enumerate(place) if at == token]
-    feature_dims = [dim for dim, at in enumerate(place) if at == feature]
-    sizes = sizes_of(node)
-    others = [d for d, size in enumerate(sizes) if d not in token_dims + feature_dims and size != 1]
-    if len(token_dims) != 1 or len(feature_dims) > 1 or len(others) > 1:
-        return None
-    if not feature_dims or sizes[feature_dims[0]] != feature.size or sizes[token_dims[0]] != TOKENS:
-        return None
-    head = place[others[0]] if others else ZERO
-    if head.free_symbols - {h} or not (others == [] or sizes[others[0]].is_Integer):
-        return None
-    return Rows(
-        node,
-        token_dims[0],
-        others[0] if others else None,
-        feature_dims[0],
-        int(sizes[others[0]]) if others else 1,
-        int(feature.size),
-        head,
-    )
-
-
-def without_repeats(rows: Rows, token: Index, feature: Index, h: Index) -> Rows:
-    """The same rows with one of each group of equal heads, where heads were repeated before the rows were computed.
-
-    Neighbouring heads are equal if the formula of an element names the head only as `floor(h / n)`.
-    """
-    if rows.heads_dim is None or rows.head != h:
-        return rows
-    place = [ZERO] * len(sizes_of(rows.node))
-    place[rows.token_dim], place[rows.heads_dim], place[rows.feature_dim] = token, h, feature
-    formula = Elements(rows.node.graph).at(rows.node, tuple(place))
-    groups = [q for q in formula.atoms(Quotient) if q.args[0] == h and q.args[1].is_Integer]
-    if not groups:
-        return rows
-    group = min(groups, key=lambda q: int(q.args[1]))
-    repeats, left = int(group.args[1]), formula.xreplace(dict.fromkeys(groups, ZERO))
-    if left.has(h) or rows.heads % repeats or any(int(g.args[1]) % repeats for g in groups):
-        return rows
-    return replace(rows, heads=rows.heads // repeats, head=group, stride=repeats)

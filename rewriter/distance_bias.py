@@ -38,7 +38,7 @@ def read_distance_bias(
         return _further(found)
     near = distances(when, q, k)
     if near is None or near[0] != 0 or near[1] is None:
-        return Declined(f"the bias {shorten(cell)} is not limited to distances from 0 on: {when}")
+        return _further(found)
     for other, bias in biases:
         far = distances(other, q, k)
         if bias == 0 and (far is None or far[0] != near[1] + 1):

@@ -232,6 +232,10 @@ def _copy(elements: Elements, node: fx.Node, coordinates: Coordinates) -> Value:
 
 def _pad(elements: Elements, node: fx.Node, coordinates: Coordinates) -> Value:
     source, widths = arguments(node)[:2]
+    named = _name(node) == "pad"
+    if named and argument(node, 2, "mode", "constant") != "constant":
+        raise OpaqueError
+    fill = argument(node, 3 if named else 2, "value", 0) or 0
     place, inside = list(coordinates), []
     for i in range(len(widths) // 2):
         dim, before = len(place) - 1 - i, size_value(widths[2 * i])
@@ -240,7 +244,7 @@ def _pad(elements: Elements, node: fx.Node, coordinates: Coordinates) -> Value:
         place[dim] = place[dim] - before
         inside += [compare(place[dim], ">=", ZERO), compare(place[dim], "<", sizes_of(source)[dim])]
     value = elements.at(source, tuple(place))
-    filled = constant(argument(node, 2, "value", 0) or 0)
+    filled = constant(fill)
     return choose(sympy.And(*inside), value, condition(filled) if is_condition(value) else filled)
 
 

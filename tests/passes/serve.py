@@ -73,9 +73,8 @@ def serve(
             **pages.pools,
         }
         (logits,) = module.run(*(tensors[names[node]] for node in placeholders))
-        for (r, start, end), part in zip(
-            pieces, logits[0].split([end - start for _, start, end in pieces])
-        ):
+        parts = logits[0].split([end - start for _, start, end in pieces])
+        for (r, *_), part in zip(pieces, parts, strict=True):
             results[r].append(part)
     return [torch.cat(parts) for parts in results]
 
