@@ -24,10 +24,10 @@ def paged_attention_naive(
     alibi_slopes: Tensor | None = None,
     rel_bias: Tensor | None = None,
 ) -> Tensor:
-    """`paged_attention` by its definition, in float32 (float64 for float64 inputs)."""
+    """`paged_attention` by its definition, in float64: an oracle should not round."""
     page_size = k_cache.shape[1]
     group = q.shape[1] // k.shape[1]
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.float64
     for token, slot in enumerate(slot_mapping.tolist()):
         k_cache[slot // page_size, slot % page_size] = k[token]
         v_cache[slot // page_size, slot % page_size] = v[token]

@@ -86,7 +86,7 @@ def paged_attention_triton(
         tiles = _decode_tiles(group, max(width, v_width), q.element_size())
         _decode(common, rows, splits, MIN_SPLIT=min_split, EVERY_TOKEN=decode_only, **tiles)
     if not decode_only:
-        tiles = _prefill_tiles(group, max(width, v_width), q.element_size())
+        tiles = _prefill_tiles(group, width, v_width, q.element_size())
         block = tiles["M"] // group
         prefill_kernel[(tokens // block + seqs + 1, kv_heads)](
             num_seqs=seqs, Q=block, W=triton.next_power_of_2(block), **tiles, **common
@@ -126,13 +126,13 @@ def _decode(common: dict[str, Any], rows: int, splits: int, **options: Any) -> N
 
 
 def _parts(width: int) -> tuple[int, int, int]:
-    """A head size and two powers of two that cover it, the second for what is left: 576 is 512 and 64.
+    """A head size and the two powers of two that cover it, the second 0 if one does: 576 is 512 and 64.
 
-    One power of two that covers it would load and multiply up to twice as much.
+    One alone would load and multiply up to twice as much. Tiles narrower than 64 are not worth a product of their own.
     """
     main = max(16, 1 << (width.bit_length() - 1))
-    rest = max(0, width - main)
-    return width, main, max(16, triton.next_power_of_2(rest)) if rest else 0
+    rest = 0 if width <= main else max(64, triton.next_power_of_2(width - main))
+    return (width, 2 * main, 0) if rest >= main else (width, main, rest)
 
 
 def _num_splits(device: torch.device, programs: int, max_length: int) -> int:
@@ -158,11 +158,14 @@ def _decode_tiles(group: int, width: int, itemsize: int) -> dict[str, int]:
     }
 
 
-def _prefill_tiles(group: int, width: int, itemsize: int) -> dict[str, int]:
+def _prefill_tiles(group: int, k_width: int, v_width: int, itemsize: int) -> dict[str, int]:
+    width = max(k_width, v_width)
     tile = 128 if width <= 128 else 64 if width <= 256 else 32
+    rows = max(tile * 2 // itemsize, 16, triton.next_power_of_2(group))
     return {
-        "M": max(tile * 2 // itemsize, 16, triton.next_power_of_2(group)),
+        "M": rows,
         "N": max(16, (64 if width <= 128 else 32 if width <= 256 else 16) * 2 // itemsize),
-        "num_warps": 8 if width <= 128 else 4,
+        # Eight warps on a product narrower than 64 made Triton 3.6 address shared memory out of range.
+        "num_warps": 8 if rows >= 128 and width <= 128 and min(k_width, v_width) > 32 else 4,
         "num_stages": 2,
     }

@@ -136,14 +136,15 @@ def attend(
 ):  # fmt: skip
     """Take N more keys into the running softmax. k_rows, v_rows: (pointer, offsets_N, stride of an element).
 
-    An invalid key is not even loaded: a weight of zero would not silence a NaN.
+    An invalid key is not even loaded: a weight of zero would not silence a NaN. Three tf32 products give float32's
+    precision on tensor cores; "ieee" would unroll into minutes of compiling at wide heads.
     """
     top_M, sum_M, acc = state
     acc_main, acc_rest = acc
     k = load_rows(k_rows[0], k_rows[1], valid_N, k_rows[2], D)
-    s_MN = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+    s_MN = tl.dot(q[0], tl.trans(k[0]), input_precision="tf32x3")
     if D[2] > 0:
-        s_MN += tl.dot(q[1], tl.trans(k[1]), input_precision="ieee")
+        s_MN += tl.dot(q[1], tl.trans(k[1]), input_precision="tf32x3")
     s_MN = shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE)
     new_top_M = tl.maximum(top_M, tl.max(s_MN, 1))
     # A row that has seen no key yet: -inf - -inf would be NaN.
@@ -153,9 +154,9 @@ def attend(
     sum_M = sum_M * fade_M + tl.sum(p_MN, 1)
     v = load_rows(v_rows[0], v_rows[1], valid_N, v_rows[2], DV)
     p_MN = p_MN.to(v[0].dtype)
-    acc_main = acc_main * fade_M[:, None] + tl.dot(p_MN, v[0], input_precision="ieee")
+    acc_main = acc_main * fade_M[:, None] + tl.dot(p_MN, v[0], input_precision="tf32x3")
     if DV[2] > 0:
-        acc_rest = acc_rest * fade_M[:, None] + tl.dot(p_MN, v[1], input_precision="ieee")
+        acc_rest = acc_rest * fade_M[:, None] + tl.dot(p_MN, v[1], input_precision="tf32x3")
     else:
         acc_rest = acc_main
     return new_top_M, sum_M, (acc_main, acc_rest)
