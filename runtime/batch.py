@@ -69,8 +69,8 @@ def build_batch(
     width = 1 + int(positions.max()) // page_size if page_size else 1
     tables.widen(width)
     arrays = {
-        "input_ids": _array([t for s in spans for t in s.request.tokens[s.start : s.end]])[None],
-        "position_ids": positions[None],
+        "input_ids": _row([t for s in spans for t in s.request.tokens[s.start : s.end]]),
+        "position_ids": _row(positions),
         "cu_seqlens": cu_seqlens.astype(np.int32),
         "context_lens": starts.astype(np.int32),
         "block_table": tables.array[slots, :width],
@@ -119,6 +119,11 @@ def _padding(count: int) -> Span:
     """A sequence of `count` zeros that owns nothing: slot 0 has no pages but page 0."""
     filler = Request("", -1, [0] * count, SamplingParams(max_new_tokens=1))
     return Span(filler, 0, count)
+
+
+def _row(values: Sequence[int] | Array) -> Array:
+    """[1, N]. Not by a new axis, whose stride would be 0 and not N."""
+    return np.asarray(values, dtype=np.int64).reshape(1, -1)
 
 
 def _array(values: Sequence[int]) -> Array:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
-from regraft.rewriter.declare import SEQUENCE_FIELDS, RowSpec, StateSpec
+from regraft.rewriter.declare import RowSpec, StateSpec
 
 from .program import Body, Program
 
@@ -23,9 +24,8 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 SMALLEST = 2
 """Compiled code may take a size of 1 for a constant: no varying size is ever less than this."""
 
-_METADATA = ("input_ids", "position_ids", "logits_rows", *SEQUENCE_FIELDS)
-_SIZES = ((120, 6, 4, 3), (208, 9, 5, 7))
-"""Tokens, sequences, rows of logits and pages per sequence of the runs that find varying sizes: all different."""
+_SIZES = ((120, 6, 4, 2), (208, 9, 5, 11))
+"""Tokens, sequences, rows of logits and spare pages of the runs that find varying sizes: all different."""
 
 
 class GraphModel(Protocol):
@@ -44,7 +44,7 @@ class CompiledProgram:
     """The rewritten graph of `model` under a compiler, by default Inductor.
 
     `pools` are the tensors that steps will be given, by name. `notes` gets a line on what is not compiled.
-    `num_compiled` counts compilations: `program.num_bodies`, and never more, for whatever sizes follow.
+    `num_compiled` counts compilations: one per distinct body, and never more for whatever sizes follow.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CompiledProgram:
     ) -> None:
         self.num_compiled = 0
         self._compiler = compiler or torch._inductor.compile
-        self._compiled_for: dict[nn.Module, int] = {}
+        self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)
         self._notes = notes
@@ -78,8 +78,10 @@ class CompiledProgram:
 
     def _prepare(self, body: nn.Module) -> Body:
         def backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+            if self._is_warm:
+                self._leave_out(body)
+                return graph.forward
             self.num_compiled += 1
-            self._compiled_for[body] = self._compiled_for.get(body, 0) + 1
             return self._compiler(graph, examples)
 
         compiled = torch.compile(body, backend=backend, fullgraph=True, dynamic=False)
@@ -103,16 +105,19 @@ class CompiledProgram:
         varying = self._varying(batches)
         self._add_pools(varying, pools)
         self._mark(batches[0], varying)
-        before = dict(self._compiled_for)
+        self._is_warm = True
         self.program(batches[1])
-        for body, count in self._compiled_for.items():
-            if count > before.get(body, 0):
-                self._eager.add(body)
-                paths = [step.path for step in self.program.steps if step.body is body]
-                self._notes.append(f"not compiled, since its code fixes a size: {', '.join(paths)}")
         if self.program.host_paths:
             paths = ", ".join(self.program.host_paths)
             self._notes.append(f"replayed regions run on the host, outside CUDA graphs: {paths}")
+
+    def _leave_out(self, body: nn.Module) -> None:
+        """Another size would have to be compiled for: from now on the body runs operator by operator."""
+        self._eager.add(body)
+        paths = [
+            step.path or "outside the layers" for step in self.program.steps if step.body is body
+        ]
+        self._notes.append(f"not compiled, since the code fixes a size: {', '.join(paths)}")
 
     def _varying(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[list[set[int]]]:
         """Per step and input, the dimensions whose sizes differ between the batches."""
@@ -170,10 +175,11 @@ def _scratch(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Metadata of a step that touches nothing but the scratch page and slot; no size of it is one of `taken`."""
+    pages += -(-tokens // (seqs * max(page_size, 1)))  # host code reads the pages of all tokens
     while taken & {tokens, seqs, rows, pages}:
         tokens, seqs, rows, pages = tokens + 1, seqs + 1, rows + 1, pages + 1
     ends = [tokens * i // seqs for i in range(seqs + 1)]
-    positions = [at for one, two in zip(ends, ends[1:]) for at in range(two - one)]
+    positions = [at for one, two in pairwise(ends) for at in range(two - one)]
     long, short = torch.int64, torch.int32
     return {
         "input_ids": torch.zeros(1, tokens, dtype=long, device=device),
