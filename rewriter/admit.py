@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from collections.abc import Callable
 
 from torch import nn
 
@@ -22,9 +22,8 @@ def admit(model: nn.Module) -> None:
 def inner_model(model: nn.Module) -> nn.Module:
     """The model inside, where an adapter (PEFT) passes every argument through."""
     if hasattr(model, "get_base_model"):
-        base = model.get_base_model()
-        assert isinstance(base, nn.Module)
-        return base
+        get_base_model: Callable[[], nn.Module] = model.get_base_model  # type: ignore[assignment]
+        return get_base_model()
     return model
 
 
@@ -75,7 +74,9 @@ def _refuse_dropout(model: nn.Module) -> None:
         active += [
             f"config.{name}={value}"
             for name, value in vars(config).items()
-            if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, Real) and value > 0
+            if ("dropout" in name or name.endswith("pdrop"))
+            and isinstance(value, (int, float))
+            and value > 0
         ]
     if active:
         raise RewriteError(

@@ -89,7 +89,7 @@ class _PackedRow(nn.Module):
         """A pass that only computes shapes."""
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            fakes = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
+            fakes: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in held.items()}
             row = example_row(length, next(self.parameters()).device)
             logits: torch.Tensor = torch.func.functional_call(self, fakes, row)
             return logits
@@ -134,8 +134,12 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     try:
         with watch, row.opaque.in_place():
             program = _export(row)
-    except RuntimeError as error:  # what torch raises for data-dependent control flow, and what leaves raise
-        raise Untraceable(watch.path_of_failure, _first_line(error), _line_of(error, row)) from error
+    except (
+        RuntimeError
+    ) as error:  # what torch raises for data-dependent control flow, and what leaves raise
+        raise Untraceable(
+            watch.path_of_failure, _first_line(error), _line_of(error, row)
+        ) from error
     finally:
         row.watch = None
     where = _token_range(watch)
@@ -164,7 +168,9 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
             # `untouched` gives every attribute back as it was
-            warnings.filterwarnings("ignore", message="The tensor attribute.* assigned during export")
+            warnings.filterwarnings(
+                "ignore", message="The tensor attribute.* assigned during export"
+            )
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -194,7 +200,9 @@ def _about_layout(guard: ShapeGuard) -> bool:
     way ("not divisible yet, so take one more").
     """
     asked_by = str(guard.sloc)
-    return "contiguous" in asked_by or ("_reshape_view_helper" in asked_by and isinstance(guard.expr, sympy.Ne))
+    return "contiguous" in asked_by or (
+        "_reshape_view_helper" in asked_by and isinstance(guard.expr, sympy.Ne)
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -204,7 +212,9 @@ def _first_line(error: BaseException) -> str:
 def _line_of(error: BaseException, row: nn.Module) -> str:
     """The innermost line of the model's own code that an error passed through."""
     files = own_files(row)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
+    ]
     if not frames:
         return ""
     last = frames[-1]
@@ -212,7 +222,9 @@ def _line_of(error: BaseException, row: nn.Module) -> str:
 
 
 def _check_logits(captured: CapturedGraph) -> None:
-    (_, tokens) = shape_of(next(node for node in captured.graph.nodes if node.target == "input_ids"))
+    (_, tokens) = shape_of(
+        next(node for node in captured.graph.nodes if node.target == "input_ids")
+    )
     shape = shape_of(captured.logits)
     if len(shape) != 3 or shape[:2] != (1, tokens):
         raise RewriteError(

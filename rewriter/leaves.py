@@ -51,8 +51,7 @@ class Leaf:
     @property
     def operator(self) -> Callable[..., torch.Tensor]:
         """The operator; its last argument, `function`, names the torch function that it runs."""
-        overload = getattr(torch.ops.regraft, f"leaf_{self.name}").default
-        return overload  # type: ignore[no-any-return]
+        return getattr(torch.ops.regraft, f"leaf_{self.name}").default
 
 
 LEAVES: dict[str, Leaf] = {
@@ -117,7 +116,7 @@ def is_leaf(node: torch.fx.Node, name: str) -> bool:
 
 def leaf_arguments(node: torch.fx.Node) -> dict[str, Any]:
     """The arguments of a leaf's node by name, all of them present."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [argument.name for argument in node.target._schema.arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
@@ -191,7 +190,10 @@ def _emitter(leaf: Leaf, marked: Any) -> Callable[..., Any]:
     key = f"{function.__module__}:{function.__qualname__}"
     _FUNCTIONS[key] = function
     rest_name = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
-    reads_rest = any(i.argval == rest_name and i.opname.startswith("LOAD") for i in dis.get_instructions(function))
+    reads_rest = any(
+        i.argval == rest_name and i.opname.startswith("LOAD")
+        for i in dis.get_instructions(function)
+    )
     wanted = [argument.name for argument in leaf.operator._schema.arguments][:-1]  # type: ignore[attr-defined]
 
     def emit(*args: Any, **kwargs: Any) -> Any:
@@ -199,11 +201,17 @@ def _emitter(leaf: Leaf, marked: Any) -> Callable[..., Any]:
         bound.apply_defaults()
         values = dict(bound.arguments)
         rest = values.pop(rest_name, {}) if rest_name else {}
-        unknown = [name for name, value in rest.items() if isinstance(value, torch.Tensor) or reads_rest]
+        unknown = [
+            name for name, value in rest.items() if isinstance(value, torch.Tensor) or reads_rest
+        ]
         if unknown or values.keys() != set(wanted):
-            raise LeafUnsupported(f"{key} called with what {leaf.operator_name} lacks: {unknown or values.keys()}")
+            raise LeafUnsupported(
+                f"{key} called with what {leaf.operator_name} lacks: {unknown or values.keys()}"
+            )
         if leaf.final_state_argument and values[leaf.final_state_argument]:
-            raise LeafUnsupported(f"{key} called for its final state, which {leaf.operator_name} does not give")
+            raise LeafUnsupported(
+                f"{key} called for its final state, which {leaf.operator_name} does not give"
+            )
         output = leaf.operator(*(values[name] for name in wanted), key)
         return (output, None) if leaf.returns_pair else output
 

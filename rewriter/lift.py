@@ -35,7 +35,11 @@ def lift(
     held: dict[str, torch.Tensor] = {
         **dict(holder.named_buffers(remove_duplicate=False)),
         **dict(holder.named_parameters(remove_duplicate=False)),
-        **{name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)},
+        **{
+            name: value
+            for name, value in program.constants.items()
+            if isinstance(value, torch.Tensor)
+        },
     }
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, copied = fx.Graph(), {}
@@ -84,7 +88,9 @@ def _logits(program: ExportedProgram, node: fx.Node, copied: Mapping[fx.Node, fx
 def _written_names(program: ExportedProgram, prefix: str) -> tuple[str, ...]:
     """Names of the tensors of the model that the forward writes into."""
     specs = program.graph_signature.output_specs
-    return tuple((s.target or "").removeprefix(prefix) for s in specs if s.kind != OutputKind.USER_OUTPUT)
+    return tuple(
+        (s.target or "").removeprefix(prefix) for s in specs if s.kind != OutputKind.USER_OUTPUT
+    )
 
 
 class _Facts:
@@ -93,7 +99,9 @@ class _Facts:
     A node that holds one size (a SymInt) has `shape` and `dtype` None, and its value in TOKENS as `meta["size"]`.
     """
 
-    def __init__(self, holder: nn.Module, prefix: str, symbol: sympy.Symbol, where: Interval) -> None:
+    def __init__(
+        self, holder: nn.Module, prefix: str, symbol: sympy.Symbol, where: Interval
+    ) -> None:
         self._prefix = prefix
         self._symbol = symbol
         self._where = where
@@ -124,7 +132,9 @@ class _Facts:
         return (path + ".").removeprefix(self._prefix).rstrip(".")
 
     def _source(self, node: fx.Node) -> str:
-        frames = [match.groupdict() for match in _FRAME.finditer(node.meta.get("stack_trace") or "")]
+        frames = [
+            match.groupdict() for match in _FRAME.finditer(node.meta.get("stack_trace") or "")
+        ]
         own = [frame for frame in frames if frame["file"] in self._own_files]
         if not frames:
             return ""
@@ -137,7 +147,9 @@ def own_files(holder: nn.Module) -> set[str]:
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     files = {_file_of(kind) for kind in {type(module) for module in holder.modules()}}
     torch_files = os.path.dirname(os.path.abspath(torch.__file__))
-    return {f for f in files if not f.startswith((torch_files, os.path.join(package, "rewriter")))} - {""}
+    return {
+        f for f in files if not f.startswith((torch_files, os.path.join(package, "rewriter")))
+    } - {""}
 
 
 def _file_of(kind: type) -> str:

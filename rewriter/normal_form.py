@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -17,8 +18,10 @@ from .graph import TOKENS, is_aten
 
 aten = torch.ops.aten
 
-Value = fx.Node | int | float
-Rule = Callable[[fx.Node], Value | None]
+Value: TypeAlias = Any
+"""A node, or a number: what a node equals."""
+
+Rule: TypeAlias = Callable[[fx.Node], Value | None]
 
 ASSERTIONS = (
     "_assert_tensor_metadata",
@@ -56,11 +59,15 @@ def _drop_assertions(graph: fx.Graph) -> None:
 
 def _unify_sizes(graph: fx.Graph) -> None:
     """One node for T, one node per other size, and a plain int for what does not depend on T."""
-    ids = next(node for node in graph.nodes if node.op == "placeholder" and node.target == "input_ids")
+    ids = next(
+        node for node in graph.nodes if node.op == "placeholder" and node.target == "input_ids"
+    )
     anchor = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(anchor):
         tokens = graph.call_function(aten.sym_size.int, (ids, 1))
-    tokens.meta.update(shape=None, dtype=None, path="", source="", size=TOKENS, val=ids.meta["val"].shape[1])
+    tokens.meta.update(
+        shape=None, dtype=None, path="", source="", size=TOKENS, val=ids.meta["val"].shape[1]
+    )
     nodes: dict[sympy.Basic, fx.Node] = {TOKENS: tokens}
     for node in list(graph.nodes):
         size = node.meta.get("size")
@@ -98,12 +105,16 @@ FILLS = {"new_empty": 0, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty
 
 def _spell_fill(node: fx.Node) -> None:
     """`full(size, value)`: the tensor that lends its shape or dtype is no operand any more."""
-    tokens = next(n for n in node.graph.nodes if n.meta.get("size") == TOKENS and n.op == "call_function")
+    tokens = next(
+        n for n in node.graph.nodes if n.meta.get("size") == TOKENS and n.op == "call_function"
+    )
     known = {TOKENS: tokens}
-    sizes: list[object] = [size if isinstance(size, int) else known.get(size) for size in node.meta["shape"]]
+    sizes: list[object] = [
+        size if isinstance(size, int) else known.get(size) for size in node.meta["shape"]
+    ]
     if None in sizes:
         return  # another size in T: the graph has no node for it
-    name = node.target._opname  # type: ignore[union-attr]
+    name = node.target._opname
     value = FILLS[name]
     if value is None:
         value = node.args[2 if name == "new_full" else 1]
@@ -132,7 +143,9 @@ def copy_of(node: fx.Node) -> Value | None:
 
 def same_shape(node: fx.Node) -> Value | None:
     """A reshaping or selection that keeps the shape keeps every element where it is."""
-    named = is_aten(node, "reshape", "expand", "squeeze", "unflatten", "flatten", "slice", "narrow", "repeat")
+    named = is_aten(
+        node, "reshape", "expand", "squeeze", "unflatten", "flatten", "slice", "narrow", "repeat"
+    )
     if not named or not _same(node, node.args[0]):
         return None
     if is_aten(node, "slice") and len(node.args) > 4 and node.args[4] != 1:

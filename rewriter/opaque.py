@@ -12,18 +12,9 @@ import torch
 from torch import nn
 
 from .errors import RewriteError
+from .leaf_shapes import Example, example_of, results_in_tokens
 from .leaves import LeafUnsupported
-from .module_leaf import (
-    Example,
-    ModuleCall,
-    emit,
-    example_of,
-    find_tokens,
-    get_tensor,
-    owned_tensors,
-    shapes_in_tokens,
-    split_arguments,
-)
+from .module_leaf import Arguments, ModuleCall, emit, owned_tensors
 from .untouched import storage_key, untouched, writes_undone
 
 LENGTHS = (37, 50, 71)
@@ -76,9 +67,13 @@ class OpaqueModules:
                 fix="this is outside any module that could be run as a whole; the model's own code must change",
             ) from reason
         kind = _twin_key(self._modules[path])
-        twins = {name for name, module in self._modules.items() if name and _twin_key(module) == kind}
+        twins = {
+            name for name, module in self._modules.items() if name and _twin_key(module) == kind
+        }
         kept = {name for name in self.paths if not any(_inside(name, twin) for twin in twins)}
-        self.paths = kept | {name for name in twins if not any(_inside(name, other) for other in twins)}
+        self.paths = kept | {
+            name for name in twins if not any(_inside(name, other) for other in twins)
+        }
 
     def learn(self, run: Callable[[int], object], fake_run: Callable[[int], object]) -> None:
         """Run the model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
@@ -94,7 +89,7 @@ class OpaqueModules:
         with untouched(self._model), writes_undone(self._model) as written:
             for path in self.paths:
                 module = self._modules[path]
-                module.forward = self._recorder(calls[path], module)  # type: ignore[method-assign]
+                module.forward = self._recorder(calls[path], module)
             run(length)
             self._written |= written.storages
         self._examples[length] = calls
@@ -112,17 +107,19 @@ class OpaqueModules:
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """For the time of a trace, let each opaque module emit its operator."""
-        saved = [(self._modules[path], vars(self._modules[path]).get("forward")) for path in self.paths]
+        saved = [
+            (self._modules[path], vars(self._modules[path]).get("forward")) for path in self.paths
+        ]
         try:
             for path in self.paths:
                 module = self._modules[path]
-                module.forward = self._stand_in(path, module)  # type: ignore[method-assign]
+                module.forward = self._stand_in(path, module)
             yield
         finally:
             for module, forward in saved:
-                del vars(module)["forward"]
+                del module.forward
                 if forward is not None:
-                    vars(module)["forward"] = forward
+                    module.forward = forward
 
     def starts(self, tokens: int | torch.SymInt) -> None:
         """To be called where a pass over the model begins, with the number of tokens."""
@@ -140,25 +137,23 @@ class OpaqueModules:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             number = self._calls_seen.get(path, 0)
             self._calls_seen[path] = number + 1
-            tensors, sizes, arguments, spec = split_arguments(args, kwargs, path)
+            given = Arguments.of(args, kwargs, path)
             examples = self._examples_of(path, number)
-            lengths = list(self._examples)
-            results = shapes_in_tokens(lengths, [example.results for example in examples], path)
             call = ModuleCall(
                 key=f"{self._serial}:{path}:{number}",
                 path=path,
                 module=module,
                 forward=forward,
                 settings=self._settings,
-                arguments=arguments,
-                argument_spec=spec,
-                results=results,
-                result_spec=examples[0].result_spec,
-                tokens_at=find_tokens(tensors, sizes, self._symbol),
+                arguments=given.template,
+                argument_spec=given.spec,
+                results=results_in_tokens(list(self._examples), examples, path),
+                result_spec=examples[0].spec,
+                tokens_at=given.tokens_at(self._symbol),
                 writes=writes,
             )
             self._calls[call.key] = call
-            return emit(call, [*tensors, *(get_tensor(owner, name) for owner, name in writes)], sizes)
+            return emit(call, given.tensors, given.sizes)
 
         return stand_in
 
@@ -167,11 +162,7 @@ class OpaqueModules:
         found = [calls[path] for calls in self._examples.values()]
         if any(len(calls) <= number for calls in found):
             raise LeafUnsupported(f"{path} is called more often in the trace than in a real pass")
-        examples = [calls[number] for calls in found]
-        problem = next((example.problem for example in examples if example.problem), "")
-        if problem or any(example.result_spec != examples[0].result_spec for example in examples):
-            raise LeafUnsupported(f"{path}: {problem or 'it returns another structure at another length'}")
-        return examples
+        return [calls[number] for calls in found]
 
 
 def _inside(name: str, other: str) -> bool:

@@ -38,7 +38,10 @@ def holds(guard: sympy.Basic, symbol: sympy.Symbol, value: int) -> bool:
     """Whether `guard` is true with `symbol` = `value`. Where it divides by zero it does not hold."""
     try:
         return bool(guard.xreplace({symbol: sympy.Integer(value)}) == sympy.true)
-    except (ZeroDivisionError, AssertionError):  # what the symbolic Mod raises for operands that it is not defined for
+    except (
+        ZeroDivisionError,
+        AssertionError,
+    ):  # what the symbolic Mod raises for operands that it is not defined for
         return False
 
 
@@ -72,7 +75,12 @@ def guard_interval(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> In
 
 def _probes(guard: sympy.Basic) -> list[int]:
     """Numbers to try where the breakpoints are not known: all small ones, and around multiples of every divisor."""
-    near = {factor * int(abs(c)) + d for c in guard.atoms(sympy.Integer) for factor in range(1, 5) for d in range(-2, 3)}
+    near = {
+        factor * int(abs(c)) + d
+        for c in guard.atoms(sympy.Integer)
+        for factor in range(1, 5)
+        for d in range(-2, 3)
+    }
     powers = {(1 << n) + d for n in range(8, 25) for d in (-1, 0, 1)}
     return sorted(p for p in near | powers | set(range(1, _DENSE)) if 1 <= p <= FAR)
 
@@ -174,6 +182,11 @@ def _pieces(expr: sympy.Basic, symbol: sympy.Symbol) -> list[sympy.Expr] | None:
             return None
         if math.prod(len(pieces or ()) for pieces in found) > _MAX_PIECES:
             return None
-        combined = {sympy.expand(expr.func(*choice)) for choice in itertools.product(*(p or () for p in found))}
-        return sorted(combined, key=str) if all(_affine(piece, symbol) for piece in combined) else None
+        combined = {
+            sympy.expand(expr.func(*choice))
+            for choice in itertools.product(*(p or () for p in found))
+        }
+        return (
+            sorted(combined, key=str) if all(_affine(piece, symbol) for piece in combined) else None
+        )
     return None

@@ -55,11 +55,16 @@ class Watch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for hook in self._hooks:
             hook.remove()
-        if error is not None and self._running:  # hooks after a forward do not run for what an error passed through
+        if (
+            error is not None and self._running
+        ):  # hooks after a forward do not run for what an error passed through
             self._failed = self._running[-1][0]
 
     def _guard_count(self) -> int:
