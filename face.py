@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from regraft.loading import meta_model
-from regraft.passes import PIPELINE
+from regraft.passes import PIPELINE, merge_linears
 from regraft.passes.logits import select_rows
-from regraft.rewriter.artifact import Artifact, LiveWeights
+from regraft.rewriter.artifact import Artifact, LiveWeights, Merged
 from regraft.rewriter.capture import capture
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import shape_of
@@ -48,7 +48,12 @@ def wrap(model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = 
     start = time.perf_counter()
     state = _rewrite(model, config.fallback)
     report = _report(model, state, time.perf_counter() - start)
-    artifact = _artifact(model, state)
+    merged: tuple[Merged, ...] = ()
+    device = next(model.parameters()).device
+    if device.type == "cuda" and config.compiles_on(device):
+        merged = merge_linears.merge(state.captured)
+        report.notes.append(f"{len(merged)} merged projections: parameters of the model are views into shared storage")
+    artifact = _artifact(model, state, merged)
     engine = Engine(
         artifact, config, tokenizer=tokenizer, generation_config=getattr(model, "generation_config", None), report=report,
         validator=lambda size="quick", *, seed=0: _validate(engine, model, size, seed),
@@ -106,7 +111,7 @@ def _max_positions(model: nn.Module, state: Rewriting) -> int | None:
     return min(known) if known else None
 
 
-def _artifact(model: nn.Module, state: Rewriting) -> Artifact:
+def _artifact(model: nn.Module, state: Rewriting, merged: tuple[Merged, ...] = ()) -> Artifact:
     select_rows(state)
     names = {node: name for name, node in state.inputs.items()}
     order = tuple(names[node] for node in state.graph.nodes if node.op == "placeholder")
@@ -119,7 +124,7 @@ def _artifact(model: nn.Module, state: Rewriting) -> Artifact:
     return Artifact(
         state.captured.module, order, tuple(rows.values()), tuple(states.values()), vocab_size,
         _max_positions(model, state), first.dtype, first.device, state.captured.min_tokens, tuple(sorted(state.switch_lengths)),
-        LiveWeights.of(model, state.captured.weight_names),
+        LiveWeights.of(model, state.captured.weight_names, merged),
     )  # fmt: skip
 
 

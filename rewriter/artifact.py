@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import fx, nn
@@ -31,7 +32,7 @@ class Artifact:
     device: torch.device
     min_tokens: int = 1
     switch_lengths: tuple[int, ...] = ()
-    weights: "LiveWeights" = field(default_factory=lambda: LiveWeights(()))
+    weights: LiveWeights = field(default_factory=lambda: LiveWeights(()))
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [S, vocab] of the rows named by `logits_rows`."""
@@ -43,38 +44,85 @@ class Artifact:
         return self.weights.refresh(self.module)
 
 
+@dataclass(frozen=True)
+class Merged:
+    """The attribute of a graph module that holds the tensors of `parts`, which are views of it, end to end."""
+
+    attribute: str
+    parts: tuple[str, ...]
+
+
+def merge_storage(module: fx.GraphModule, merged: Merged) -> None:
+    """Makes the parts, contiguous parameters of one dtype, views into one new tensor, and that an attribute."""
+    parts = [module.get_parameter(name) for name in merged.parts]
+    whole = torch.cat([part.detach() for part in parts])
+    for part, view in zip(parts, whole.split([len(part) for part in parts])):
+        part.data = view
+    module.register_buffer(merged.attribute, whole, persistent=False)
+
+
 @dataclass
 class LiveWeights:
-    """The graph reads the model's own tensors. A tensor changed in place counts up; a replaced one is read anew."""
+    """The graph reads the model's own tensors.
+
+    A tensor changed in place counts up; one that was replaced, or lies elsewhere now, is read anew.
+    """
 
     slots: tuple[tuple[nn.Module, str, str], ...]
     """(module of the wrapped model, name in it, attribute of the graph module)"""
+    merged: tuple[Merged, ...] = ()
     replaced: int = 0
+    _held: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    """Per slot the tensor that the graph reads, and its address."""
 
     @classmethod
-    def of(cls, model: nn.Module, names: Mapping[str, str]) -> "LiveWeights":
+    def of(
+        cls, model: nn.Module, names: Mapping[str, str], merged: tuple[Merged, ...] = ()
+    ) -> LiveWeights:
         """`names`: attribute of the graph module -> the weight's full name in `model`."""
         slots = []
         for attribute, full in names.items():
             prefix, _, name = full.rpartition(".")
             slots.append((model.get_submodule(prefix), name, attribute))
-        return cls(tuple(slots))
+        return cls(tuple(slots), merged)
 
     def refresh(self, module: fx.GraphModule) -> int:
-        version = self.replaced
-        for owner, name, attribute in self.slots:
-            tensor = owner._parameters.get(name)
-            if tensor is None:
-                tensor = owner._buffers.get(name)
-            if tensor is None:
-                tensor = getattr(owner, name)
-            held = getattr(module, attribute)
-            if tensor is not held:
-                self.replaced += 1 << 32
-                version += 1 << 32
+        """The version: another number whenever contents or place of a weight are others."""
+        if not self._held:
+            self._held = self._places(module)
+        version, has_moved = 0, False
+        for at, (owner, name, attribute) in enumerate(self.slots):
+            tensor = _tensor_of(owner, name)
+            held, address = self._held[at]
+            if tensor is not held or tensor.data_ptr() != address:
                 _assign(module, attribute, tensor)
+                has_moved = True
             version += tensor._version
-        return version
+        if has_moved:
+            self.replaced += 1 << 32
+            self._merge_again(module)
+            self._held = self._places(module)
+        return version + self.replaced
+
+    def _merge_again(self, module: fx.GraphModule) -> None:
+        """What was merged and of which a part has moved."""
+        for merged in self.merged:
+            parts = [getattr(module, name) for name in merged.parts]
+            starts = accumulate((part.nbytes for part in parts), initial=0)
+            whole = getattr(module, merged.attribute).data_ptr()
+            if any(part.data_ptr() != whole + start for part, start in zip(parts, starts)):
+                merge_storage(module, merged)
+
+    def _places(self, module: fx.GraphModule) -> list[tuple[torch.Tensor, int]]:
+        tensors = [getattr(module, attribute) for _, _, attribute in self.slots]
+        return [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+
+def _tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
+    tensor = owner._parameters.get(name)
+    if tensor is None:
+        tensor = owner._buffers.get(name)
+    return getattr(owner, name) if tensor is None else tensor
 
 
 def _assign(module: fx.GraphModule, attribute: str, tensor: torch.Tensor) -> None:
