@@ -132,17 +132,18 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, seqs: Plan, scale: floa
     height = _product_height(group, q.dtype)
     if height != group:
         folded = pad(folded, (0, 0, 0, height - group))
+    k_heads, v_heads = _rows(k_cache).transpose(0, 1)[None], _rows(v_cache).transpose(0, 1)[None]
     outs = []
     for query, span in zip(folded.split(1), seqs.singles):
-        keys, values = _history(span, k_cache), _history(span, v_cache)
-        if span.slot >= 0:  # not yet in the processor's cache
+        if span.slot >= 0:
+            keys = k_heads.narrow(2, span.slot, span.length)
+            values = v_heads.narrow(2, span.slot, span.length)
             keys.sum()
             values.sum()
-        outs.append(
-            scaled_dot_product_attention(
-                query, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], scale=scale
-            )
-        )
+        else:
+            keys = _history(span, k_cache).transpose(0, 1)[None]
+            values = _history(span, v_cache).transpose(0, 1)[None]
+        outs.append(scaled_dot_product_attention(query, keys, values, scale=scale))
     return torch.cat(outs)[:, :, :group].reshape(q.shape).contiguous()
 
 
@@ -227,7 +228,8 @@ def _weights(block: Block, scores: Tensor, scoring: Scoring) -> Tensor:
         scores -= scoring.alibi_slopes.to(scores.dtype)[:, None, None] * distance
     if scoring.rel_bias is not None:
         scores += _bias_by_distance(scoring.rel_bias[block.row :][: len(block.q)], distance)
-    scores.masked_fill_(~_mask(block, distance, scoring), float("-inf"))
+    if len(block.q) > 1:  # one query attends to all keys of its block
+        scores.masked_fill_(~_mask(block, distance, scoring), float("-inf"))
     if scoring.sinks is None:
         return torch.softmax(scores, -1)
     sink = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:2], 1)
