@@ -25,12 +25,16 @@ def expert_linear(
 
 
 @expert_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool) -> torch.Tensor:
+def _(
+    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool
+) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
 
 
 @expert_linear.register_kernel("cpu")
-def _(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool) -> torch.Tensor:
+def _(
+    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool
+) -> torch.Tensor:
     order = expert_ids.argsort(stable=True)
     rows = x[order]
     counts = torch.bincount(expert_ids, minlength=weight.shape[0]).tolist()
@@ -42,3 +46,13 @@ def _(x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transpose
             out[order[start : start + count]] = rows[start : start + count] @ matrix
             start += count
     return out
+
+
+@expert_linear.register_kernel("cuda")
+def _(
+    x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    # Triton is not on every machine, and need not be where there is no GPU.
+    from .triton import expert_linear_triton
+
+    return expert_linear_triton(x, weight, expert_ids, transposed)
