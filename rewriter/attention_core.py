@@ -20,7 +20,7 @@ from .indexing import Coordinates, Element, argument, arguments, broadcast, size
 from .integers import ONE, ZERO, Expr, Index, Quotient, compare, remainder
 from .masks import shorten
 from .pattern import Declined
-from .products import Product, is_product, multiplied, result_dims
+from .products import Product, is_product, multiplied, own_dims
 from .scores import Axes
 
 MAX_COLUMNS_BESIDE = 1
@@ -130,14 +130,13 @@ def _fused_score(closer: fx.Node, product: Cell, batch: Coordinates, axes: Axes)
 
 
 def _product_core(closer: fx.Node) -> Core | Declined:
-    dims = result_dims(closer)
-    if dims is None:
-        return Declined(
-            "no attention: the product has no dimension of its own for each operand", closer
-        )
-    if sizes_of(closer)[dims[0]] != TOKENS:
-        dims = dims[::-1]
-    found = _frame(closer, *dims)
+    of_weights, of_values = own_dims(closer)
+    if not any(sizes_of(closer)[dim] == TOKENS for dim in of_weights):
+        of_weights, of_values = of_values, of_weights
+    token_dims = [dim for dim in of_weights if sizes_of(closer)[dim] == TOKENS]
+    if len(token_dims) != 1 or len(of_values) != 1:
+        return Declined("no attention: one dimension of queries and one of values expected", closer)
+    found = _frame(closer, token_dims[0], of_values[0])
     if isinstance(found, Declined):
         return found
     layout, axes, value_feature, place = found

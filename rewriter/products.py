@@ -37,16 +37,15 @@ def multiplied(node: fx.Node, place: Coordinates, name: str) -> Product | None:
     return (left, one), (right, two), index
 
 
-def result_dims(node: fx.Node) -> tuple[int, int] | None:
-    """The dimension of the result that only the left operand has (rows), and that only the right one has (columns)."""
+def own_dims(node: fx.Node) -> tuple[list[int], list[int]]:
+    """The dimensions of a product's result that only the left operand has, and those that only the right one has."""
     labels = _labels(node)
     if labels is None:
         rank = len(sizes_of(node))
-        return (rank - 2, rank - 1) if is_aten(node, "matmul", "bmm") and rank >= 2 else None
+        return [rank - 2], [rank - 1]
     left, right, result = labels
     rows = [dim for dim, label in enumerate(result) if label not in right]
-    columns = [dim for dim, label in enumerate(result) if label not in left]
-    return (rows[0], columns[0]) if len(rows) == len(columns) == 1 else None
+    return rows, [dim for dim, label in enumerate(result) if label not in left]
 
 
 def _labels(node: fx.Node) -> tuple[str, str, str] | None:
