@@ -1,0 +1,389 @@
+"""Checks and times Regraft on this machine's GPU: first whether results are right, then how fast they come.
+
+    python examples/device_check.py                        # everything, on a GPU
+    python examples/device_check.py --device cpu --shape tiny --families qwen3 --parts families,decode,load
+
+Parts: ceilings, families (tiny models against their own no-cache forward), compiled (a few of them compiled and from
+CUDA graphs), decode (steps of a large shape against the floor), load (128 requests end to end), profile (kernels of a
+step).
+Figures go to --out as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from _floor import Ceilings, Work, build_shape
+
+import regraft
+
+SCHEDULES: dict[str, Any] = {"prefill": "prefill", "chunk 7": 7, "decode": "decode"}
+LENGTHS = (37, 5, 1, 24)
+TINY = {"page_size": 16, "cache_tokens": 1024, "max_requests": 8, "validate": "off"}
+
+
+def main() -> None:
+    """Run the parts that were asked for; a part that fails is printed and the next one runs."""
+    options = _options()
+    results: dict[str, Any] = {"torch": torch.__version__, "device": options.device}
+    parts: dict[str, Callable[[argparse.Namespace, dict[str, Any]], Any]] = {
+        "ceilings": ceilings, "families": families, "compiled": compiled, "decode": decode, "load": load,
+        "profile": profile,
+    }  # fmt: skip
+    failed = False
+    for name in options.parts.split(","):
+        begin = time.perf_counter()
+        try:
+            results[name] = parts[name](options, results)
+        except Exception:  # noqa: BLE001 (the report of a part that failed, and the exit status, say so)
+            traceback.print_exc()
+            results[name], failed = {"error": traceback.format_exc()}, True
+        print(f"[{name}: {time.perf_counter() - begin:.1f} s]", flush=True)
+        if options.out:
+            Path(options.out).write_text(json.dumps(results, indent=2, default=str) + "\n")
+    sys.exit(failed)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parts", default="ceilings,families,compiled,decode,load,profile")
+    parser.add_argument("--families", default="all", help="names, or all")
+    parser.add_argument("--compiled", default="qwen3,gemma2,qwen3_moe,gpt_oss", help="names")
+    parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--requests", type=int, default=128)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--batches", default="128,16,1")
+    parser.add_argument("--tokens", type=int, default=2048, help="max_batch_tokens")
+    parser.add_argument("--out", help="a JSON file")
+    return parser.parse_args()
+
+
+def ceilings(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, float]:
+    """Copy bandwidth and matmul rate of the card."""
+    found = Ceilings.measure(torch.device(options.device))
+    print(
+        f"copy {found.bytes_per_second / 1e12:.2f} TB/s, matmul {found.flops_per_second / 1e12:.0f} TFLOP/s"
+    )
+    return vars(found)
+
+
+def families(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """Every tiny family, step by step without compilation, in float32 and bfloat16."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.families.models import names
+
+    chosen = names(*range(14)) if options.families == "all" else options.families.split(",")
+    jobs = [(name, options.device, {"compile": False}) for name in chosen]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        outcomes = list(pool.map(check_family, jobs))
+    return _print_families(outcomes)
+
+
+def compiled(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """A few tiny families, compiled and from CUDA graphs."""
+    config = {"compile": True, **({"cuda_graphs": True} if options.device == "cuda" else {})}
+    jobs = [(name, options.device, config) for name in options.compiled.split(",")]
+    context = get_context("spawn")
+    with ProcessPoolExecutor(min(4, options.workers), mp_context=context) as pool:
+        outcomes = list(pool.map(check_family, jobs))
+    return _print_families(outcomes)
+
+
+def _print_families(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    wrong = 0
+    for outcome in outcomes:
+        name, problem = outcome["name"], outcome.get("problem", "")
+        worst = max(outcome.get("float32", {"": 0.0}).values())
+        if problem or worst > 1e-4:
+            wrong += 1
+            print(f"{name}: float32 {worst:.1e} {problem}")
+        if outcome.get("kl", 0) > 1.1 * outcome.get("plain kl", 1) + 1e-6:
+            print(
+                f"{name}: bfloat16 mean KL {outcome['kl']:.2e}, the plain model's {outcome['plain kl']:.2e}"
+            )
+        for note in outcome.get("notes", ()):
+            print(f"{name}: {note}")
+    print(f"{len(outcomes) - wrong} of {len(outcomes)} families right in float32")
+    return {outcome["name"]: outcome for outcome in outcomes}
+
+
+def check_family(job: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    """Largest difference to the no-cache forward by schedule, and the mean KL of bfloat16 beside the plain model's."""
+    name, device, config = job
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.families.models import FAMILIES, build
+
+    outcome: dict[str, Any] = {"name": name}
+    try:
+        family = FAMILIES[name]
+        texts = [family.prompt(min(n, family.max_length), seed=n).tolist() for n in LENGTHS]
+        expected = _check_float32(build(name).to(device), texts, config, outcome)
+        if not family.float32_only:
+            _check_bfloat16(
+                build(name, torch.bfloat16).to(device), texts, config, expected, outcome
+            )
+    except Exception as error:  # noqa: BLE001 (a worker reports what went wrong with its family)
+        lines = traceback.format_exc().splitlines()
+        outcome["problem"] = (
+            f"{type(error).__name__}: {str(error)[:300]} | " + " | ".join(lines[-6:-1])[:600]
+        )
+    return outcome
+
+
+def _check_float32(
+    model: Any, texts: list[list[int]], config: dict[str, Any], outcome: dict[str, Any]
+) -> list[torch.Tensor]:
+    from regraft.rewriter.validate import reference_logits
+
+    expected = reference_logits(model, texts)
+    with regraft.wrap(model, **TINY, **config) as engine:
+        outcome["float32"] = {
+            label: max(
+                float((a - e).abs().max().nan_to_num(1e9))
+                for a, e in zip(found, expected, strict=True)
+            )
+            for label, schedule in SCHEDULES.items()
+            for found in [engine.score(texts, schedule=schedule)]
+        }
+        outcome["notes"] = list(engine.report.notes)
+        program = engine._loop.runner._compiled
+        if program is not None:
+            outcome["compiled"] = (program.num_compiled, program.program.num_bodies)
+    return expected
+
+
+def _check_bfloat16(
+    model: Any,
+    texts: list[list[int]],
+    config: dict[str, Any],
+    expected: list[torch.Tensor],
+    outcome: dict[str, Any],
+) -> None:
+    from regraft.rewriter.validate import reference_logits
+
+    plain = reference_logits(model, texts)
+    outcome["plain kl"] = _mean_kl(plain, expected)
+    with regraft.wrap(model, **TINY, **config) as engine:
+        outcome["kl"] = max(
+            _mean_kl(engine.score(texts, schedule=s), expected) for s in SCHEDULES.values()
+        )
+
+
+def _mean_kl(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    p, q = (
+        torch.cat([t.double() for t in logits]).log_softmax(-1) for logits in (expected, actual)
+    )
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+_engines: dict[str, Any] = {}
+
+
+def _engine(options: argparse.Namespace, results: dict[str, Any]) -> tuple[Any, Work, Ceilings]:
+    """The engine of the large shape, wrapped once, with the seconds that it took."""
+    if options.shape not in _engines:
+        device = torch.device(options.device)
+        begin = time.perf_counter()
+        model = build_shape(
+            options.shape, device, torch.bfloat16 if device.type == "cuda" else torch.float32
+        )
+        built = time.perf_counter()
+        engine = regraft.wrap(
+            model, validate="off", max_requests=options.requests, max_batch_tokens=options.tokens,
+            **({} if device.type == "cuda" else {"cache_tokens": 20000}),
+        )  # fmt: skip
+        wrapped = time.perf_counter()
+        engine.generate([[1, 2, 3]], max_new_tokens=2, do_sample=False)
+        first = time.perf_counter()
+        seconds = {"build": built - begin, "wrap": wrapped - built, "first token": first - wrapped}
+        print(
+            {name: round(value, 1) for name, value in seconds.items()},
+            engine.report.notes,
+            flush=True,
+        )
+        results["start"] = seconds
+        report = engine.report
+        _engines[options.shape] = (
+            engine, Work.of(model, report.bytes_per_token, report.bytes_per_request),
+        )  # fmt: skip
+    known = results.get("ceilings", {})
+    limits = Ceilings(known.get("bytes_per_second", 4.2e12), known.get("flops_per_second", 770e12))
+    return *_engines[options.shape], limits
+
+
+def decode(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """One decode step by batch, contexts 128 to 1280, as the engine runs it, without its scheduler."""
+    engine, work, limits = _engine(options, results)
+    found = {}
+    for batch in map(int, options.batches.split(",")):
+        contexts = torch.randint(
+            128, 1281, (batch,), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        seconds = _step_seconds(engine, contexts, options.device)
+        floor = work.decode_seconds(contexts, limits)
+        found[batch] = {"ms": seconds * 1e3, "floor ms": floor * 1e3, "of floor": floor / seconds}
+        print(
+            f"decode, batch {batch}: {seconds * 1e3:.3f} ms, floor {floor * 1e3:.3f} ms ({floor / seconds:.3f})",
+            flush=True,
+        )
+    return found
+
+
+def _decode_batch(engine: Any, contexts: list[int]) -> Any:
+    """A decode step of made-up sequences, each on pages of its own."""
+    import numpy as np
+
+    from regraft.runtime.batch import Batch
+
+    page_size = engine.config.page_size
+    count, width = len(contexts), max(contexts) // page_size + 1
+    generator = np.random.default_rng(0)
+    pages = generator.permutation(count * width).reshape(count, width).astype(np.int32) + 1
+    pages %= next(iter(engine._loop.runner.pools.values())).shape[0]
+    context = np.array(contexts)
+    slots = (
+        pages[np.arange(count), context // page_size].astype(np.int64) * page_size
+        + context % page_size
+    )
+    arrays = {
+        "input_ids": generator.integers(1, 500, (1, count)),
+        "position_ids": context.reshape(1, -1),
+        "cu_seqlens": np.arange(count + 1, dtype=np.int32),
+        "context_lens": context.astype(np.int32),
+        "block_table": pages,
+        "slot_mapping": slots,
+        "state_slots": np.arange(1, count + 1),
+        "extents": context + 1,
+        "logits_rows": np.arange(count),
+    }
+    return Batch(arrays, count)
+
+
+def _step_seconds(engine: Any, contexts: list[int], device: str) -> float:
+    runner, batch = engine._loop.runner, _decode_batch(engine, contexts)
+    times = []
+    for _ in range(23):
+        _wait(device)
+        begin = time.perf_counter()
+        runner.run(batch)
+        if device == "cuda":
+            # The device's own time: from an idle device, the copies and the replay.
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    if device == "cuda" and runner._graphs is not None:
+        from _floor import median_seconds
+
+        bucket = min(b for b in runner._graphs._recorded if b >= len(contexts))
+        return median_seconds(runner._graphs._recorded[bucket].graph.replay)
+    return statistics.median(times[3:])
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def load(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """Requests with prompts of 128 to 1024 tokens, all at once; and short prompts, which is decoding only."""
+    engine, work, limits = _engine(options, results)
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(128, 1025, (options.requests,), generator=generator).tolist()
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        seconds = _generate(engine, lengths, options.new, options.device)
+        floor = work.load_seconds(lengths, options.new, limits)
+        rate = options.requests * options.new / seconds
+        found["mixed"] = {
+            "seconds": seconds,
+            "tok/s": rate,
+            "floor s": floor,
+            "of floor": floor / seconds,
+        }
+        print(
+            f"{options.requests} requests: {seconds:.2f} s, {rate:.0f} tok/s, {floor / seconds:.3f} of the floor"
+        )
+    for batch in map(int, options.batches.split(",")):
+        seconds = _generate(engine, [16] * batch, options.new, options.device)
+        found[f"short {batch}"] = batch * options.new / seconds
+        print(
+            f"{batch} x 16 tokens, {options.new} new: {batch * options.new / seconds:.0f} tok/s",
+            flush=True,
+        )
+    found["allocated GB"] = (
+        torch.cuda.max_memory_allocated() / 1e9 if options.device == "cuda" else 0
+    )
+    program = engine._loop.runner._compiled
+    found["compiled"] = (
+        None if program is None else (program.num_compiled, program.program.num_bodies)
+    )
+    print("compilations, distinct bodies:", found["compiled"], engine.report.notes)
+    return found
+
+
+def _generate(engine: Any, lengths: list[int], new: int, device: str) -> float:
+    generator = torch.Generator().manual_seed(2)
+    prompts = [
+        torch.randint(3, engine.model.vocab_size, (n,), generator=generator).tolist()
+        for n in lengths
+    ]
+    _wait(device)
+    begin = time.perf_counter()
+    outputs = engine.generate(prompts, max_new_tokens=new, do_sample=False)
+    seconds = time.perf_counter() - begin
+    assert [len(output.token_ids) for output in outputs] == [new] * len(prompts)
+    return seconds
+
+
+def profile(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
+    """Kernels of one decode step of the largest batch, and the host's time for a step of the engine."""
+    engine, _, _ = _engine(options, results)
+    count = max(map(int, options.batches.split(",")))
+    contexts = torch.randint(
+        128, 1281, (count,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    batch = _decode_batch(engine, contexts)
+    runner = engine._loop.runner
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    if options.device != "cuda":
+        activities.pop()
+    runner.run(batch)
+    _wait(options.device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        runner.run(batch)
+        _wait(options.device)
+    print(
+        profiler.key_averages().table(
+            sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
+        )
+    )
+    import cProfile
+    import pstats
+
+    prompts = [[3 + i] * 16 for i in range(count)]
+    watched = cProfile.Profile()
+    watched.enable()
+    engine.generate(prompts, max_new_tokens=40, do_sample=False)
+    watched.disable()
+    pstats.Stats(watched).sort_stats("tottime").print_stats(22)
+    return {}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
