@@ -62,7 +62,7 @@ class Plan:
     query_index: Index
 
 
-def check(core: Core) -> Plan | Declined:
+def read_plan(core: Core) -> Plan | Declined:
     """The rewrite is an equivalence if the score is a known function of q . k and every head reads rows in order."""
     products, axes = core.products, core.axes
     masked = MASKED
@@ -114,6 +114,8 @@ def _matching_rows(
         if not candidates:
             return Declined(f"{name} is not laid out as rows of heads", element[0])
         in_order = [rows for rows in candidates if rows.head == _group(axes.h, rows.heads)]
+        if name == "q":
+            in_order = [rows for rows in in_order if rows.heads == axes.h.size]
         if not in_order:
             head = shorten(candidates[0].head)
             return Declined(f"query head h reads head {head} of {name}", candidates[0].node)
@@ -176,7 +178,7 @@ def _distance_rows(score: Score, core: Core) -> Rows | Declined | None:
 def rewrite(plan: Plan, grafting: Grafting) -> None:
     """Rows of q, k and v into paged_attention, its rows back into the closer's layout."""
     score, relation = plan.score, plan.score.relation
-    q, k, v = (_as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value))
+    q, k, v = (as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value))
     attended = grafting.call(
         torch.ops.regraft.paged_attention.default,
         q,
@@ -192,17 +194,17 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         relation.window,
         relation.chunk,
         score.softcap,
-        _as_vector(plan.sinks, grafting),
-        _as_vector(plan.slopes, grafting),
+        as_vector(plan.sinks, grafting),
+        as_vector(plan.slopes, grafting),
         _distance_bias(plan, grafting),
         shape=(TOKENS, plan.query.heads, plan.value.width),
         dtype=plan.query.dtype,
     )
-    grafting.replace(plan.closer, _as_result(attended, plan, grafting))
+    grafting.replace(plan.closer, as_result(attended, plan, grafting))
     grafting.mask = str(score)
 
 
-def _as_rows(rows: Rows, grafting: Grafting) -> fx.Node:
+def as_rows(rows: Rows, grafting: Grafting) -> fx.Node:
     """`[T, heads, width]`."""
     node, shape = rows.node, list(rows.node.meta["shape"])
     if rows.stride != 1 and rows.heads_dim is not None:
@@ -231,7 +233,7 @@ def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
     rows, bias = plan.by_distance, plan.score.by_distance
     if rows is None or bias is None:
         return None
-    entries, shape = _as_rows(rows, grafting), (TOKENS, rows.heads, rows.width)
+    entries, shape = as_rows(rows, grafting), (TOKENS, rows.heads, rows.width)
     factor = row_values(bias.factor, plan.query_index, grafting)
     if isinstance(factor, float):
         if factor == 1.0:
@@ -244,18 +246,24 @@ def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
 
 def _pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
     """The cache of these rows; layers that read the same rows share one."""
-    shared = rows.node.meta.get(f"pool of {name}")
-    if shared is not None and shared[0] == rows and shared[1] in grafting.inputs:
-        return grafting.inputs[shared[1]]
-    label, number = name, 2
-    while f"{grafting.region.path}:{label}" in grafting.inputs:
-        label, number = f"{name}{number}", number + 1  # another attention of the same module
-    pool = grafting.row_pool(label, (rows.heads, rows.width), rows.dtype)
-    rows.node.meta[f"pool of {name}"] = (rows, grafting.row_specs[-1].name)
+    key = (name, rows.token_dim, rows.heads_dim, rows.feature_dim, rows.heads, rows.stride)
+    pools = rows.node.meta.setdefault("row_pools", {})
+    if key in pools:
+        return grafting.inputs[pools[key]]
+    pool = grafting.row_pool(unused_label(name, grafting), (rows.heads, rows.width), rows.dtype)
+    pools[key] = grafting.row_specs[-1].name
     return pool
 
 
-def _as_vector(vector: HeadVector | None, grafting: Grafting) -> fx.Node | None:
+def unused_label(name: str, grafting: Grafting) -> str:
+    """`name`, numbered where another attention of the same module has it already."""
+    label, number = name, 2
+    while f"{grafting.region.path}:{label}" in grafting.inputs:
+        label, number = f"{name}{number}", number + 1
+    return label
+
+
+def as_vector(vector: HeadVector | None, grafting: Grafting) -> fx.Node | None:
     if vector is None:
         return None
     if vector.node is None:
@@ -288,7 +296,7 @@ def _device_of(node: fx.Node) -> torch.device:
     return value.device if isinstance(value, torch.Tensor) else torch.device("cpu")
 
 
-def _as_result(attended: fx.Node, plan: Plan, grafting: Grafting) -> fx.Node:
+def as_result(attended: fx.Node, plan: Plan, grafting: Grafting) -> fx.Node:
     """`[T, heads, width]` in the shape and dtype of the closer's result."""
     shape, dtype = plan.closer.meta["shape"], plan.closer.meta["dtype"]
     heads, width = plan.query.heads, plan.value.width
@@ -313,6 +321,6 @@ PASS = Pass(
     kind="attention",
     operator="regraft::paged_attention",
     pattern=pattern,
-    check=check,
+    check=read_plan,
     rewrite=rewrite,
 )

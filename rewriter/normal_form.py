@@ -138,6 +138,8 @@ def copy_of(node: fx.Node) -> Value | None:
     """clone, alias, detach and the like: in a functional graph a copy is its source."""
     if is_aten(node, "clone", "alias", "detach", "contiguous", "lift_fresh_copy", "lift_fresh"):
         return node.args[0]
+    if is_aten(node, "copy") and _same(node, node.args[1]):
+        return node.args[1]  # copy(destination, source): nothing of the destination survives
     return None
 
 

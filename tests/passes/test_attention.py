@@ -158,6 +158,14 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module) 
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def one_query_for_all(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module
+) -> Tensor:
+    """Heads that differ in their keys and values only."""
+    q = q[:, :1].expand(-1, 4, -1, -1)
+    return F.scaled_dot_product_attention(q, repeat_kv(k, 2), repeat_kv(v, 2), is_causal=True)
+
+
 def stored_band(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module) -> Tensor:
     """A window stored as a boolean matrix."""
     length = q.shape[2]
@@ -227,6 +235,7 @@ SPELLINGS: dict[str, tuple[Attend, dict[str, Any], str]] = {
     ),
     "turned after repeating": (turned_after_repeating, {}, "k <= q"),
     "tiled": (tiled, {}, "k <= q"),
+    "one query for all": (one_query_for_all, {}, "k <= q"),
     "stored band": (stored_band, {"buffers": {"band": sparse()}}, "k <= q & q - k < 5"),
     "slopes from a weight": (
         slopes_from_a_weight,
@@ -431,6 +440,13 @@ def heads_in_another_order(
     return (scores.softmax(-1) @ v[:, None]).reshape(1, heads, length, -1)
 
 
+def one_query_broadcast(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module
+) -> Tensor:
+    scores = (q[:, :1] @ repeat_kv(k, 2).mT).masked_fill(~causal(q.shape[2]), MIN)
+    return scores.softmax(-1) @ repeat_kv(v, 2)
+
+
 NEAR_MISSES: dict[str, tuple[Attend, str]] = {
     "no mask": (eager(lambda i, j: j >= 0), "not causal: a query also attends to all later keys"),
     "window on the wrong side": (
@@ -490,6 +506,7 @@ NEAR_MISSES: dict[str, tuple[Attend, str]] = {
     ),
     "softmax over queries": (softmax_over_queries, "no attention: the softmax is not over keys"),
     "a sink of the token": (sink_of_the_token, "the column beside the keys depends on the token"),
+    "one query for all heads": (one_query_broadcast, "query head h reads head 0 of q"),
     "heads in another order": (
         heads_in_another_order,
         "query head h reads head h - 2*floor(h/2) of k",
