@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from regraft.passes import attention, experts, latent_attention, length_switch, positions
+from regraft.passes import (
+    attention,
+    causal_conv,
+    causal_window,
+    delta_rule,
+    experts,
+    kda,
+    latent_attention,
+    length_switch,
+    positions,
+    selective_scan,
+    ssd,
+)
 from regraft.rewriter.pattern import Pass
 from regraft.rewriter.pipeline import GraphPass
 
@@ -12,6 +24,12 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     positions.PASS,  # arange(T) -> position in the request
     latent_attention.PASS,  # keys and values linear in one low-rank row -> attention over the row itself
     attention.PASS,  # softmax over keys -> paged_attention
+    causal_conv.PASS,  # causal convolution kept whole by a leaf -> causal_conv over a state
+    causal_window.PASS,  # convolution spelled out by padding, cutting or shifting -> causal_conv
+    delta_rule.PASS,  # gated delta rule
+    kda.PASS,  # delta rule with a gate per channel
+    ssd.PASS,  # Mamba-2's scan
+    selective_scan.PASS,  # Mamba-1's scan
 )
 
 __all__ = ["PIPELINE"]
