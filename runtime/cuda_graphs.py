@@ -16,6 +16,7 @@ from torch import fx
 
 from .batch import Batch
 from .program import Program
+from .request import PENDING
 from .staging import Layout, upload
 
 _LONG = ("slot_mapping", "state_slots", "extents", "logits_rows")
@@ -46,19 +47,22 @@ def buckets(largest: int) -> list[int]:
 class DecodeGraphs:
     """Runs decode steps of at most `max_requests` sequences whose pages are at most `max_pages` each.
 
-    `forward` maps a step's inputs by name to logits, `pools` are its caches by name.
+    `forward` maps a step's inputs by name to logits, `pools` are its caches by name, and `last_tokens` has by slot what
+    a PENDING token stands for.
     """
 
     def __init__(
         self,
         forward: Callable[[Mapping[str, torch.Tensor]], torch.Tensor],
         pools: Mapping[str, torch.Tensor],
+        last_tokens: torch.Tensor,
         max_requests: int,
         max_pages: int,
-        device: torch.device,
     ) -> None:
+        device = last_tokens.device
         self._forward = forward
         self._pools = pools
+        self._last_tokens = last_tokens
         self._buckets = buckets(max_requests)
         self._recorded: dict[int, Recorded] = {}
         self._memory = torch.cuda.graph_pool_handle()
@@ -104,18 +108,24 @@ class DecodeGraphs:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # what is built at a first call must not be recorded
-            self._forward(inputs)
-            self._forward(inputs)
+            self._step(inputs)
+            self._step(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._memory):
-                logits = self._forward(inputs)
+                logits = self._step(inputs)
         except RuntimeError as error:
             torch.cuda.synchronize()
             raise CaptureError(f"a decode step of {bucket} sequences: {error}") from error
         return Recorded(graph, layout, buffer, logits)
+
+    def _step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        ids = inputs["input_ids"]
+        known = torch.where(ids == PENDING, self._last_tokens[inputs["state_slots"]], ids)
+        logits = self._forward({**inputs, "input_ids": known})
+        return logits.reshape(-1, logits.shape[-1])
 
 
 def _metadata(bucket: int) -> dict[str, np.ndarray[Any, Any]]:

@@ -7,14 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from . import sampler
 from .capacity import Capacity
 from .config import EngineConfig
 from .errors import EngineBusyError, EngineClosedError, RequestError
 from .output import FinishReason, RequestOutput, StreamToken
-from .request import Request, ScoreRequest, Span, Status
+from .pending import Pending
+from .request import PENDING, Request, ScoreRequest, Span, Status
 from .runner import RewrittenModel, Runner
 from .scheduler import Scheduler
 from .text import decode
@@ -25,6 +24,10 @@ class StepLoop:
 
     `submit` and `cancel` may be called from any thread, during a step as well: what they ask for
     is taken in before and after each step. `advance` is for one thread at a time.
+
+    With `overlaps` (by default on a GPU) the host plans a step while the device runs the one before: tokens are read a
+    step later, and a request that ends without the host having known takes part in one step more, of which nothing is
+    kept.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class StepLoop:
         capacity: Capacity,
         tokenizer: Any,
         notes: list[str] | None = None,
+        overlaps: bool | None = None,
     ) -> None:
         self.scheduler = Scheduler(config, capacity, model.switch_lengths)
         self.runner = Runner(model, capacity, config, notes)
@@ -42,6 +46,8 @@ class StepLoop:
         self._model = model
         self._tokenizer = tokenizer
         self._weights_version = model.weights_version()
+        self._overlaps = model.device.type == "cuda" if overlaps is None else overlaps
+        self._pending: Pending | None = None
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
         self._stepping = threading.Lock()  # held by the thread that is in a step
@@ -109,32 +115,43 @@ class StepLoop:
                 return
             self.closed = True
             self._settle()
+            self._take_pending()
             for request in list(self.live.values()):
                 self._finish(request, "cancelled")
             self.runner.release()
 
     def _step(self) -> None:
+        """Launches a step and reads the tokens of the one before, or of this one where nothing overlaps."""
+        if self._pending is not None and self._pending.needs_host:
+            self._read(self._take_pending())
+        self._renew_weights()
+        spans = self.scheduler.schedule()
+        before = self._take_pending()
+        try:
+            if spans:
+                self._pending = self._launch(spans)
+        except BaseException as error:
+            self._read(before)
+            for span in spans:
+                if span.request.status is not Status.FINISHED:
+                    self._finish(span.request, "error", error=f"{type(error).__name__}: {error}")
+            raise
+        self._read(before)
+        if not self._overlaps:
+            self._read(self._take_pending())
+
+    def _renew_weights(self) -> None:
         version = self._model.weights_version()
         if version != self._weights_version:
             # Cached rows and states are the old weights': nothing of them may meet the new ones.
             self.scheduler.restart_running()
             self.runner.weights_changed()
             self._weights_version = version
-        spans = self.scheduler.schedule()
-        if not spans:
-            return
-        try:
-            tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
-            batch = self.runner.build(spans, tables, page_size)
-            self._commit(spans, self.runner.run(batch))
-        except BaseException as error:
-            for span in spans:
-                if span.request.status is not Status.FINISHED:
-                    self._finish(span.request, "error", error=f"{type(error).__name__}: {error}")
-            raise
 
-    def _commit(self, spans: Sequence[Span], logits: torch.Tensor) -> None:
-        """Hands the logits of a step, [rows wanted, vocab], to the requests of its spans."""
+    def _launch(self, spans: Sequence[Span]) -> Pending | None:
+        """Runs the spans and chooses tokens; what was chosen, None if nothing was."""
+        tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
+        logits = self.runner.run(self.runner.build(spans, tables, page_size))
         sampled: list[Request] = []
         rows: list[int] = []
         row = 0
@@ -150,19 +167,34 @@ class StepLoop:
                 rows.append(row)
             row = end
         if not sampled:
-            return
-        tokens, logprobs = sampler.sample(logits if len(rows) == row else logits[rows], sampled)
-        for request, token, logprob in zip(sampled, tokens, logprobs):
-            self._append(request, token, logprob)
+            return None
+        chosen = sampler.choose(logits if len(rows) == row else logits[rows], sampled)
+        self.runner.keep_tokens(chosen[0], [request.slot for request in sampled])
+        positions = [len(request.tokens) for request in sampled]
+        for request in sampled:
+            self.scheduler.append(request, PENDING)
+        return Pending(sampled, positions, *chosen)
 
-    def _append(self, request: Request, token: int, logprob: float) -> None:
+    def _take_pending(self) -> Pending | None:
+        pending, self._pending = self._pending, None
+        return pending
+
+    def _read(self, pending: Pending | None) -> None:
+        """Hands the tokens that a step chose to its requests; those that ended meanwhile get none."""
+        if pending is None:
+            return
+        for request, position, token, logprob in pending.read():
+            if request.status is not Status.FINISHED:
+                self._place(request, position, token, logprob)
+
+    def _place(self, request: Request, position: int, token: int, logprob: float) -> None:
         if logprob != logprob:
-            error = f"the logits after its token {len(request.tokens) - 1} are not finite"
+            error = f"the logits after its token {position - 1} are not finite"
             self._finish(request, "error", error=error)
             return
-        self.scheduler.append(request, token)
+        request.tokens[position] = token
         request.logprobs.append(logprob)
-        reason = request.finish_reason_after(token)
+        reason = request.finish_reason_at(position)
         if reason is not None:
             self._finish(request, reason, token=token)
         elif request.sink is not None:
@@ -198,7 +230,7 @@ class StepLoop:
         self.scheduler.remove(request)
         if self.live.get(request.request_id) is request:
             del self.live[request.request_id]
-        made = request.tokens[request.num_prompt :]
+        made = [token for token in request.tokens[request.num_prompt :] if token != PENDING]
         request.output = RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.tokens[: request.num_prompt],

@@ -14,6 +14,9 @@ from .output import FinishReason, RequestOutput, StreamToken
 from .sampling_params import SamplingParams
 from .text import Detokenizer
 
+PENDING = -1
+"""In a request's tokens: one that the device has chosen and the host has not read yet."""
+
 
 class Status(Enum):
     """Where a request is. A preempted request waits again."""
@@ -63,6 +66,11 @@ class Request:
         """Tokens made so far."""
         return len(self.tokens) - self.num_prompt
 
+    @property
+    def is_full(self) -> bool:
+        """Whether its last token is made, though perhaps not read yet."""
+        return self.num_output >= self.params.max_new_tokens
+
     def next_end(self, budget: int, chunk_size: int) -> int:
         """Where a chunk of at most `budget` tokens ends; `num_cached` if none fits.
 
@@ -77,11 +85,12 @@ class Request:
         """The smallest budget with which this request gets on."""
         return min(self.num_remaining, chunk_size - self.num_cached % chunk_size)
 
-    def finish_reason_after(self, token: int) -> FinishReason | None:
-        """Why the request ends with `token`, which was just appended; None if it goes on."""
-        if token in self.params.eos_token_id:
+    def finish_reason_at(self, position: int) -> FinishReason | None:
+        """Why the request ends with its token at `position`; None if it goes on."""
+        if self.tokens[position] in self.params.eos_token_id:
             return "stop"
-        return "length" if self.num_output >= self.params.max_new_tokens else None
+        made = position + 1 - self.num_prompt
+        return "length" if made >= self.params.max_new_tokens else None
 
 
 class ScoreRequest(Request):

@@ -14,8 +14,8 @@ from .batch import Batch, build_batch, pad
 from .compiled import SMALLEST, CompiledProgram, GraphModel
 from .cuda_graphs import CaptureError, DecodeGraphs
 from .pages import BlockTables
-from .request import Span
-from .staging import upload
+from .request import PENDING, Span
+from .staging import Arrays, upload
 
 if TYPE_CHECKING:
     from .capacity import Capacity
@@ -72,6 +72,8 @@ class Runner:
         for state in model.states:
             shape = (capacity.num_slots, *state.shape)
             self.pools[state.name] = _zeros(shape, state.dtype, model.device)
+        self.last_tokens = torch.zeros(capacity.num_slots, dtype=torch.int64, device=model.device)
+        """By slot, the token that was chosen last: what a PENDING token stands for."""
         self._notes = notes if notes is not None else []
         self._compiled: CompiledProgram | None = None
         self._graphs: DecodeGraphs | None = None
@@ -107,10 +109,26 @@ class Runner:
                 self._notes.append(f"decode steps run without CUDA graphs: {error}")
                 self._graphs = None
         if self._compiled is None:
-            return self.model.forward({**upload(batch.arrays, self.model.device), **self.pools})
-        arrays = pad(batch.arrays, SMALLEST)
-        logits = self._compiled({**upload(arrays, self.model.device), **self.pools})
+            return self.model.forward({**self._upload(batch.arrays), **self.pools})
+        logits = self._compiled({**self._upload(pad(batch.arrays, SMALLEST)), **self.pools})
         return logits.reshape(-1, logits.shape[-1])
+
+    def _upload(self, arrays: Arrays) -> dict[str, torch.Tensor]:
+        """The arrays on the model's device, with tokens instead of PENDING."""
+        ids = arrays["input_ids"][0]
+        rows = np.flatnonzero(ids == PENDING)
+        if not rows.size:
+            return upload(arrays, self.model.device)
+        sequence = np.searchsorted(arrays["cu_seqlens"], rows, side="right") - 1
+        pending = {"rows": rows, "slots": arrays["state_slots"][sequence]}
+        inputs = upload({**arrays, **pending}, self.model.device)
+        inputs["input_ids"][0, inputs.pop("rows")] = self.last_tokens[inputs.pop("slots")]
+        return inputs
+
+    def keep_tokens(self, tokens: torch.Tensor, slots: Sequence[int]) -> None:
+        """Notes the tokens [n] that were just chosen for the requests in these slots."""
+        places = upload({"": np.array(slots, dtype=np.int64)}, self.model.device)[""]
+        self.last_tokens[places] = tokens
 
     def weights_changed(self) -> None:
         """To be called when the model's `weights_version` has changed."""

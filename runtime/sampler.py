@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from regraft.kernels.sampling import greedy
+
 from .processors import build_processors, build_warpers
 from .request import Request
 from .sampling_params import WarpParams
@@ -45,6 +47,18 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     The log-probability is NaN where the logits are not fit to choose from, and 0 where the request
     does not want it.
     """
+    tokens, logprobs = choose(logits, requests)
+    return tokens.tolist(), logprobs.tolist()
+
+
+def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample`, left on the device: tokens int64 and log-probabilities float32, [len(requests)].
+
+    Of greedy requests that want neither log-probabilities nor processors the host reads nothing.
+    """
+    if logits.is_cuda and all(_is_plain(request) for request in requests):
+        tokens, best = greedy(logits)
+        return tokens, best * 0  # NaN where the logits are not finite
     scores = _process(logits.float(), requests)
     groups: dict[tuple[WarpParams | None, bool], list[int]] = {}
     for i, request in enumerate(requests):
@@ -52,14 +66,18 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
         key = (params.warp, True) if params.do_sample else (None, params.logprobs)
         groups.setdefault(key, []).append(i)
     if len(groups) == 1:
-        tokens, logprobs = _choose(scores, *next(iter(groups)), requests)
-        return tokens.tolist(), logprobs.tolist()
+        return _choose(scores, *next(iter(groups)), requests)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=scores.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=scores.device)
     for (warp, wanted), rows in groups.items():
         group = [requests[i] for i in rows]
         tokens[rows], logprobs[rows] = _choose(scores[rows], warp, wanted, group)
-    return tokens.tolist(), logprobs.tolist()
+    return tokens, logprobs
+
+
+def _is_plain(request: Request) -> bool:
+    params = request.params
+    return not (params.do_sample or params.logprobs) and request.processors is None
 
 
 def _choose(

@@ -45,13 +45,15 @@ class Scheduler:
     def schedule(self) -> list[Span]:
         """The spans of the next step, at most `max_batch_tokens` tokens in all.
 
-        Empty only if no request is left. The caches have room for every span.
+        Empty only if no request can get on: none is left, or all wait for their last token to be read. The caches
+        have room for every span.
         """
         preempted = self._grow_running()
         budget, chunk_size = self.config.max_batch_tokens, self.config.chunk_size
         spans: list[Span] = []
-        decodes = [request for request in self.running if request.num_remaining == 1]
-        prompts = [request for request in self.running if request.num_remaining > 1]
+        active = [request for request in self.running if not request.is_full]
+        decodes = [request for request in active if request.num_remaining == 1]
+        prompts = [request for request in active if request.num_remaining > 1]
         # The oldest unfinished prompt gets on in every step, however many requests decode.
         reserved = prompts[0].quantum(chunk_size) if prompts else 0
         for request in decodes[: budget - reserved]:
@@ -60,7 +62,8 @@ class Scheduler:
             budget -= self._plan(spans, request, budget)
         if not preempted:
             self._admit(spans, budget)
-        assert spans or not (self.running or self.waiting), "no request can get on"
+        is_idle = not (self.running or self.waiting)
+        assert spans or is_idle or len(active) < len(self.running), "no request can get on"
         return spans
 
     def commit(self, span: Span) -> None:
@@ -122,7 +125,7 @@ class Scheduler:
         """
         before = self.num_preemptions
         for request in list(self.running):
-            missing = self._missing_pages(request)
+            missing = 0 if request.is_full else self._missing_pages(request)
             while missing > self.pages.num_free and request.status is Status.RUNNING:
                 self._preempt(self.running[-1])
             if request.status is Status.RUNNING:

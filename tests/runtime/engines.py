@@ -17,9 +17,12 @@ SMALL = {
 }
 
 
-def make_engine(model: ToyModel | None = None, **fields) -> Engine:
+def make_engine(model: ToyModel | None = None, *, overlaps: bool = False, **fields) -> Engine:
+    """`overlaps`: tokens are read a step later, as on a GPU."""
     options = {k: fields.pop(k) for k in ("tokenizer", "generation_config") if k in fields}
-    return Engine(model or ToyModel(), EngineConfig(**{**SMALL, **fields}), **options)
+    engine = Engine(model or ToyModel(), EngineConfig(**{**SMALL, **fields}), **options)
+    engine._loop._overlaps = overlaps
+    return engine
 
 
 def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:

@@ -33,7 +33,7 @@ def run_step(scheduler):
         scheduler.commit(span)
         if span.num_logits and not isinstance(span.request, ScoreRequest):
             scheduler.append(span.request, 1)
-            if span.request.finish_reason_after(1):
+            if span.request.finish_reason_at(len(span.request.tokens) - 1):
                 scheduler.remove(span.request)
         elif not span.request.num_remaining:
             scheduler.remove(span.request)

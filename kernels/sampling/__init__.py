@@ -1,0 +1,5 @@
+"""Choosing the next token on the device."""
+
+from .schema import greedy
+
+__all__ = ["greedy"]

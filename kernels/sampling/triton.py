@@ -1,0 +1,66 @@
+"""The best token of each row on the GPU: parts of a row side by side, then the best of the parts."""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PART = 8192
+"""Logits a program reads."""
+
+
+def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See schema.greedy."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, _PART)
+    scores = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    best = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        part_kernel[(rows, parts)](
+            logits, *logits.stride(), scores, places, vocab, PART=_PART, num_warps=8
+        )
+        row_kernel[(rows,)](
+            scores, places, tokens, best, parts, P=triton.next_power_of_2(parts), num_warps=1
+        )
+    return tokens, best
+
+
+@triton.jit
+def part_kernel(
+    logits_ptr, stride_row, stride_v, scores_ptr, places_ptr, vocab, PART: tl.constexpr
+):
+    """One program a (row, part): the best logit and where it is; NaN if there is one."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    v_P = part * PART + tl.arange(0, PART)
+    is_in_P = v_P < vocab
+    at_P = row.to(tl.int64) * stride_row + v_P.to(tl.int64) * stride_v
+    x_P = tl.load(logits_ptr + at_P, mask=is_in_P, other=float("-inf")).to(tl.float32)
+    is_nan_P = x_P != x_P
+    clean_P = tl.where(is_nan_P, float("-inf"), x_P)
+    best = tl.max(clean_P, 0)
+    place = tl.min(tl.where((clean_P == best) & is_in_P, v_P, 2147483647), 0)
+    best = tl.where(tl.max(is_nan_P.to(tl.int32), 0) > 0, float("nan"), best)
+    tl.store(scores_ptr + row * tl.num_programs(1) + part, best)
+    tl.store(places_ptr + row * tl.num_programs(1) + part, place)
+
+
+@triton.jit
+def row_kernel(scores_ptr, places_ptr, tokens_ptr, best_ptr, parts, P: tl.constexpr):
+    """One program a row: the best of its parts, the first of equal ones."""
+    row = tl.program_id(0)
+    p_P = tl.arange(0, P)
+    is_in_P = p_P < parts
+    x_P = tl.load(scores_ptr + row * parts + p_P, mask=is_in_P, other=float("-inf"))
+    is_nan_P = x_P != x_P
+    clean_P = tl.where(is_nan_P, float("-inf"), x_P)
+    best = tl.max(clean_P, 0)
+    places_P = tl.load(places_ptr + row * parts + p_P, mask=is_in_P, other=2147483647)
+    token = tl.min(tl.where(clean_P == best, places_P, 2147483647), 0)
+    has_nan = tl.max(is_nan_P.to(tl.int32), 0) > 0
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(best_ptr + row, tl.where(has_nan, float("nan"), best))
