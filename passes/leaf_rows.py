@@ -51,7 +51,7 @@ def find_leaf(region: Region, name: str) -> Call | Declined:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an operator's node by the names in its schema, defaults filled in."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    schema = node.target._schema.arguments
     given = dict(zip([argument.name for argument in schema], node.args))
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     return {**defaults, **given, **node.kwargs}
