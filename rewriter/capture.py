@@ -14,7 +14,6 @@ import sympy
 import torch
 from torch import nn
 from torch._guards import ShapeGuard
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -85,15 +84,6 @@ class _PackedRow(nn.Module):
         logits: torch.Tensor = self(*example_row(length, next(self.parameters()).device))
         return logits
 
-    def run_fake(self, length: int) -> torch.Tensor:
-        """A pass that only computes shapes."""
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-            fakes: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in held.items()}
-            row = example_row(length, next(self.parameters()).device)
-            logits: torch.Tensor = torch.func.functional_call(self, fakes, row)
-            return logits
-
 
 def implementations(model: nn.Module) -> Settings:
     """The implementations to trace `model` with: a context manager that selects them in a module of the model.
@@ -125,12 +115,16 @@ def _trace(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
             return _attempt(row)
         except Untraceable as reason:
             row.opaque.add(reason)
-            row.opaque.learn(row.run, row.run_fake)
+            row.opaque.learn(row.run)
 
 
 def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     names = {id(vars(module)): name for name, module in row.model.named_modules()}
-    row.watch = watch = Watch(names)
+
+    def refuse_fixed(first: int, last: int) -> None:
+        _interval(watch, first, last)
+
+    row.watch = watch = Watch(names, refuse_fixed)
     try:
         with watch, row.opaque.in_place():
             program = _export(row)
@@ -142,8 +136,8 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
         ) from error
     finally:
         row.watch = None
-    where = _token_range(watch)
-    assert watch.symbol is not None
+    assert watch.symbol is not None and watch.shape_env is not None
+    where = _interval(watch, 0, len(watch.shape_env.guards))
     return program.run_decompositions({}), watch.symbol, where
 
 
@@ -177,12 +171,13 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _token_range(watch: Watch) -> Interval:
-    """The interval in which every guard on T holds; Untraceable for one that fixes T."""
-    symbol, shape_env = watch.symbol, watch.shape_env
-    assert symbol is not None and shape_env is not None
+def _interval(watch: Watch, first: int, last: int) -> Interval:
+    """The interval in which every guard on T of these numbers holds; Untraceable for one that fixes T."""
+    assert watch.symbol is not None and watch.shape_env is not None
+    symbol, guards = watch.symbol, watch.shape_env.guards
     where = Interval(2)  # export takes sizes 0 and 1 apart from all others
-    for index, guard in enumerate(shape_env.guards):
+    for index in range(first, last):
+        guard = guards[index]
         if guard.expr.free_symbols != {symbol} or _about_layout(guard):
             continue
         interval = guard_interval(guard.expr, symbol, EXAMPLE_TOKENS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -17,14 +17,17 @@ from torch.nn.modules.module import (
 
 
 class Watch:
-    """While entered, follows every call of a named module; afterwards maps guards and a failure to module paths.
+    """While entered, follows every call of a named module; maps guards and a failure to module paths.
 
+    `on_guards(first, last)` is called when guards with these numbers are new; what it raises ends the trace early.
     `names` maps `id(vars(module))` to the module's path: during a trace a module may be seen through a proxy, which
     shares its attributes but not its identity.
     """
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], on_guards: Callable[[int, int], None]) -> None:
         self._names = names
+        self._on_guards = on_guards
+        self._settled = 0
         self._running: list[tuple[str, int]] = []
         self._spans: list[tuple[int, int, str]] = []
         self._failed: str | None = None
@@ -40,7 +43,9 @@ class Watch:
     def path_of_guard(self, index: int) -> str:
         """The innermost module that was running when guard number `index` was recorded; "" if none was."""
         around = [(end - start, path) for start, end, path in self._spans if start <= index < end]
-        return min(around, key=lambda span: span[0])[1] if around else ""
+        if around:
+            return min(around, key=lambda span: span[0])[1]
+        return next((path for path, start in reversed(self._running) if start <= index), "")
 
     @property
     def path_of_failure(self) -> str:
@@ -84,3 +89,6 @@ class Watch:
             self._spans.append((start, self._guard_count(), running))
             if running == path:
                 break
+        if (count := self._guard_count()) > self._settled:
+            first, self._settled = self._settled, count
+            self._on_guards(first, count)
