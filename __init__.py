@@ -1,8 +1,8 @@
 """Regraft: serve any Hugging Face causal LM from its own unmodified code.
 
-    engine = regraft.wrap(model)
-    outs = engine.generate(prompts, max_new_tokens=64)
-    print(engine.report)
+engine = regraft.wrap(model)
+outs = engine.generate(prompts, max_new_tokens=64)
+print(engine.report)
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from regraft.face import inspect, wrap
     from regraft.rewriter.compare import Comparison, compare
     from regraft.rewriter.errors import RewriteError
     from regraft.rewriter.report import RewriteReport
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from regraft.runtime.config import EngineConfig
     from regraft.runtime.engine import Engine
     from regraft.runtime.errors import RequestError
-    from regraft.face import inspect, wrap
 
 _HOMES = {
     "Comparison": "rewriter.compare",
@@ -33,7 +33,19 @@ _HOMES = {
     "inspect": "face",
     "wrap": "face",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "Comparison",
+    "Engine",
+    "EngineConfig",
+    "RequestError",
+    "RewriteError",
+    "RewriteReport",
+    "Validation",
+    "ValidationError",
+    "compare",
+    "inspect",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("model", help="a hub id, a folder, or a config.json")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     inspect.add_argument("--html", metavar="FILE", help="write the report as one page")
-    inspect.add_argument("--strict", action="store_true", help="exit with 1 if a layer would be replayed")
+    inspect.add_argument(
+        "--strict", action="store_true", help="exit with 1 if a layer would be replayed"
+    )
     inspect.set_defaults(run=_inspect)
     generate = commands.add_parser("generate", help="answer prompts with a model")
     generate.add_argument("model", help="a hub id or a folder")

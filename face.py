@@ -15,13 +15,12 @@ from regraft.rewriter.artifact import Artifact, LiveWeights, Merged
 from regraft.rewriter.capture import capture
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import shape_of
-from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.pipeline import Rewriting, rewrite
+from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
 from regraft.rewriter.validate import Validation, ValidationError, reference_logits, samples
 from regraft.runtime.config import EngineConfig
 from regraft.runtime.engine import Engine
-
 
 PREFIX_TOKENS = 64
 """Length of the text on which replayed regions are tested."""
@@ -29,7 +28,9 @@ PREFIX_TOKENS = 64
 SCHEDULES: dict[str, Any] = {"prefill": "prefill", "chunk 7": 7, "decode": "decode"}
 
 
-def wrap(model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, **settings: Any) -> Engine:
+def wrap(
+    model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, **settings: Any
+) -> Engine:
     """Trace, rewrite, prove and validate `model`; returns an engine that serves it. The model is not changed.
 
     model      any causal LM of transformers, on one device, in eval mode
@@ -52,12 +53,18 @@ def wrap(model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = 
     device = next(model.parameters()).device
     if device.type == "cuda" and config.compiles_on(device):
         merged = merge_linears.merge(state.captured)
-        report.notes.append(f"{len(merged)} merged projections: parameters of the model are views into shared storage")
+        report.notes.append(
+            f"{len(merged)} merged projections: parameters of the model are views into shared storage"
+        )
     artifact = _artifact(model, state, merged)
     engine = Engine(
-        artifact, config, tokenizer=tokenizer, generation_config=getattr(model, "generation_config", None), report=report,
+        artifact,
+        config,
+        tokenizer=tokenizer,
+        generation_config=getattr(model, "generation_config", None),
+        report=report,
         validator=lambda size="quick", *, seed=0: _validate(engine, model, size, seed),
-    )  # fmt: skip
+    )
     _test_replays(engine, model, state)
     if config.validate != "off":
         report.validation = engine.validate(config.validate)
@@ -69,12 +76,16 @@ def wrap(model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = 
 
 def inspect(model_or_config: Any, *, fallback: str = "replay") -> RewriteReport:
     """The report of a rewrite, without weights: of a model, a configuration, a hub id, a folder or a config.json."""
-    model = model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
+    model = (
+        model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
+    )
     start = time.perf_counter()
     state = _rewrite(model, fallback)
     report = _report(model, state, time.perf_counter() - start)
     if any(p.is_meta for p in model.parameters()) and any(served.replay for served in state.served):
-        report.notes.append("without weights, the prefix stability of replayed regions was not tested")
+        report.notes.append(
+            "without weights, the prefix stability of replayed regions was not tested"
+        )
     return report
 
 
@@ -82,7 +93,9 @@ def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineCo
     known = {field.name for field in fields(EngineConfig)}
     for name in settings:
         if name not in known:
-            raise ValueError(f"unknown setting {name!r}: EngineConfig has {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown setting {name!r}: EngineConfig has {', '.join(sorted(known))}"
+            )
     if config is not None and settings:
         raise ValueError(f"give either config or its fields, not both ({', '.join(settings)})")
     return config or EngineConfig(**settings)
@@ -95,18 +108,25 @@ def _rewrite(model: nn.Module, fallback: str) -> Rewriting:
 def _report(model: nn.Module, state: Rewriting, seconds: float) -> RewriteReport:
     config = _text_config(model)
     return make_report(
-        state, type(model).__name__, getattr(config, "layer_types", None), _max_positions(model, state), seconds
+        state,
+        type(model).__name__,
+        getattr(config, "layer_types", None),
+        _max_positions(model, state),
+        seconds,
     )
 
 
 def _text_config(model: nn.Module) -> Any:
-    config = model.config
+    config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _max_positions(model: nn.Module, state: Rewriting) -> int | None:
     """The model's own limit, or the captured graph's where that is lower."""
-    limits = [getattr(_text_config(model), "max_position_embeddings", None), state.captured.max_tokens]
+    limits = [
+        getattr(_text_config(model), "max_position_embeddings", None),
+        state.captured.max_tokens,
+    ]
     known = [limit for limit in limits if isinstance(limit, int)]
     return min(known) if known else None
 
@@ -122,10 +142,18 @@ def _artifact(model: nn.Module, state: Rewriting, merged: tuple[Merged, ...] = (
     assert isinstance(vocab_size, int)
     first = next(model.parameters())
     return Artifact(
-        state.captured.module, order, tuple(rows.values()), tuple(states.values()), vocab_size,
-        _max_positions(model, state), first.dtype, first.device, state.captured.min_tokens, tuple(sorted(state.switch_lengths)),
-        LiveWeights.of(model, state.captured.weight_names, merged),
-    )  # fmt: skip
+        module=state.captured.module,
+        input_names=order,
+        rows=tuple(rows.values()),
+        states=tuple(states.values()),
+        vocab_size=vocab_size,
+        max_positions=_max_positions(model, state),
+        dtype=first.dtype,
+        device=first.device,
+        min_tokens=state.captured.min_tokens,
+        switch_lengths=tuple(sorted(state.switch_lengths)),
+        weights=LiveWeights.of(model, state.captured.weight_names, merged),
+    )
 
 
 def _validate(engine: Engine, model: nn.Module, size: str, seed: int) -> Validation:
@@ -156,4 +184,6 @@ def _test_replays(engine: Engine, model: nn.Module, state: Rewriting) -> None:
         rows, replay.probe = replay.probe, None
         assert rows is not None
         check_prefix(served, rows)
-    engine.report.notes.append(f"{len(replays)} replayed regions passed the prefix test on these weights")
+    engine.report.notes.append(
+        f"{len(replays)} replayed regions passed the prefix test on these weights"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -30,7 +31,7 @@ def load_config(source: object) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(path.parent if path.is_file() else source)
 
 
-def model_class(config: PreTrainedConfig) -> type:
+def model_class(config: PreTrainedConfig) -> Any:
     """The class that `AutoModelForCausalLM` takes for a configuration, or the one the configuration itself names."""
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) in mapping:

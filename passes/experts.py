@@ -72,7 +72,7 @@ def _unsqueezed(node: object, dim: int) -> bool:
 
 def _routed(result: fx.Node, gathered: object, rows: object, *, transposed: bool) -> Routed:
     assert isinstance(gathered, fx.Node) and isinstance(rows, fx.Node)
-    weight, (ids,) = gathered.args[:2]  # type: ignore[misc]
+    weight, (ids,) = gathered.args[:2]
     x = rows.args[0]
     assert isinstance(weight, fx.Node) and isinstance(ids, fx.Node) and isinstance(x, fx.Node)
     return Routed(result, x, weight, ids, transposed)

@@ -1,6 +1,6 @@
 """Attention whose keys and values are linear in one low-rank row -> latent_attention on that row.
 
-    before   c = norm(down(x));  k = cat(up_k(c) [H, K], r [1, E] for all heads);  v = up_v(c) [H, V];  attention(q, k, v)
+    before   c = norm(down(x));  k = cat(up_k(c) [H, K], r [1, E]);  v = up_v(c) [H, V];  attention(q, k, v)
     after    latent_attention(q, cat(c, r), W_k, W_v):  cached per token are c and r, R + E values for all heads
 
 Found by dataflow: part of the features of every key, and every value, are elements of linear maps of the same tensor,
@@ -10,6 +10,7 @@ anything else between the row and them, or a row that is no smaller than half th
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import sympy
@@ -17,8 +18,8 @@ import torch
 from torch import fx
 
 import regraft.kernels.latent_attention  # noqa: F401 (registers the operator)
-from regraft.passes.attention import as_result, as_rows, as_vector, read_plan, unused_label
 from regraft.passes.attention import Plan as Attention
+from regraft.passes.attention import as_result, as_rows, as_vector, read_plan, unused_label
 from regraft.rewriter.attention_core import Core, find_core
 from regraft.rewriter.attention_rows import Rows, find_rows
 from regraft.rewriter.graph import TOKENS, is_aten, shape_of
@@ -103,14 +104,20 @@ def _worthwhile(found: Latent, core: Core) -> Latent | Declined:
     rank = shape_of(found.keys.source)[-1]
     assert isinstance(rank, int)
     row = rank + (found.shared.width if found.shared else 0)
-    full = heads * (found.keys.size + found.values.size) + heads * (found.shared.width if found.shared else 0)
+    full = heads * (found.keys.size + found.values.size) + heads * (
+        found.shared.width if found.shared else 0
+    )
     for found_map in (found.keys, found.values):
         if shape_of(found_map.weight)[0] != heads * found_map.stride:
             return Declined("the map's rows are not heads of equal size", found_map.node, 0.7)
     if found.attention.key.heads != heads:
-        return Declined("several query heads share a key head: caching keys is as small", core.closer, 0.7)
+        return Declined(
+            "several query heads share a key head: caching keys is as small", core.closer, 0.7
+        )
     if 2 * row >= full:
-        return Declined(f"a row of {row} values is no smaller than half of {full}", found.keys.node, 0.7)
+        return Declined(
+            f"a row of {row} values is no smaller than half of {full}", found.keys.node, 0.7
+        )
     return found
 
 
@@ -134,11 +141,13 @@ def split(element: Element, index: Index) -> list[Piece]:
     chosen = [_chosen(options, index, at) for at in range(size)]
     cuts = [0, *(at for at in range(1, size) if chosen[at] != chosen[at - 1]), size]
     pieces = []
-    for begin, end in zip(cuts, cuts[1:]):
+    for begin, end in itertools.pairwise(cuts):
         part = Index(index.name, end - begin)
         moved = tuple(at.xreplace({index: begin + part}) for at in place)
-        for piece in split((node, moved), part):
-            pieces.append(Piece(begin + piece.start, piece.size, piece.element, piece.index))
+        pieces += [
+            Piece(begin + piece.start, piece.size, piece.element, piece.index)
+            for piece in split((node, moved), part)
+        ]
     return pieces
 
 
@@ -152,7 +161,9 @@ def _beside(element: Element, index: Index, piece: Piece) -> Piece | Declined | 
         return Declined("the linear part of the key lies between two others", piece.element[0], 0.3)
     node, place = trace(*element)[-1]
     part = Index(index.name, size)
-    return Piece(start, size, (node, tuple(at.xreplace({index: start + part}) for at in place)), part)
+    return Piece(
+        start, size, (node, tuple(at.xreplace({index: start + part}) for at in place)), part
+    )
 
 
 def _no_map(maps: list[tuple[Piece, LinearMap | Declined]]) -> str:
@@ -165,7 +176,9 @@ def _no_map(maps: list[tuple[Piece, LinearMap | Declined]]) -> str:
 
 def _chosen(options: list, index: Index, at: int) -> int:
     where = {index: sympy.Integer(at)}
-    return next(i for i, (condition, _, _) in enumerate(options) if condition.xreplace(where) == sympy.true)
+    return next(
+        i for i, (condition, _, _) in enumerate(options) if condition.xreplace(where) == sympy.true
+    )
 
 
 def _linear(element: Element, token: Index, feature: Index, h: Index) -> LinearMap | Declined:
@@ -199,7 +212,9 @@ def _affine(at: Expr, h: Index, feature: Index) -> tuple[int, int | None]:
 def _shared(piece: Piece, token: Index, h: Index) -> Rows | Declined:
     found = [rows for rows in find_rows(piece.element, token, piece.index, h) if rows.heads == 1]
     if not found:
-        return Declined("the part of the key beside the linear map differs by head", piece.element[0], 0.6)
+        return Declined(
+            "the part of the key beside the linear map differs by head", piece.element[0], 0.6
+        )
     return found[-1]
 
 
@@ -213,7 +228,9 @@ def rewrite(found: Latent, grafting: Grafting) -> None:
     width = rank
     if found.shared is not None:
         part, width = as_rows(found.shared, grafting), rank + found.shared.width
-        part = grafting.call(aten.select.int, part, 1, 0, shape=(TOKENS, found.shared.width), dtype=dtype)
+        part = grafting.call(
+            aten.select.int, part, 1, 0, shape=(TOKENS, found.shared.width), dtype=dtype
+        )
         row = grafting.call(aten.cat.default, [row, part], 1, shape=(TOKENS, width), dtype=dtype)
     heads = attention.query.heads
     attended = grafting.call(
@@ -223,7 +240,10 @@ def rewrite(found: Latent, grafting: Grafting) -> None:
         _heads(found.keys, heads, grafting),
         _heads(found.values, heads, grafting),
         grafting.row_pool(unused_label("latent", grafting), (width,), dtype),
-        *(grafting.sequence(n) for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")),
+        *(
+            grafting.sequence(n)
+            for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
+        ),
         found.latent_start,
         found.shared_start,
         score.scale,
@@ -237,7 +257,9 @@ def rewrite(found: Latent, grafting: Grafting) -> None:
     grafting.replace(attention.closer, as_result(attended, attention, grafting))
     grafting.mask = str(score)
     full = heads * (found.keys.size + found.values.size + width - rank)
-    grafting.notes.append(f"weights absorbed, no second copy: {width} values a token in place of {full}")
+    grafting.notes.append(
+        f"weights absorbed, no second copy: {width} values a token in place of {full}"
+    )
 
 
 def _heads(linear: LinearMap, heads: int, grafting: Grafting) -> fx.Node:
@@ -245,13 +267,23 @@ def _heads(linear: LinearMap, heads: int, grafting: Grafting) -> fx.Node:
     dtype, rank = linear.weight.meta["dtype"], shape_of(linear.weight)[1]
     assert isinstance(rank, int)
     sizes = [heads, linear.stride, rank]
-    whole = grafting.call(aten.reshape.default, linear.weight, sizes, shape=tuple(sizes), dtype=dtype)
+    whole = grafting.call(
+        aten.reshape.default, linear.weight, sizes, shape=tuple(sizes), dtype=dtype
+    )
     if linear.size == linear.stride:
         return whole
     shape = (heads, linear.size, rank)
     return grafting.call(
-        aten.slice.Tensor, whole, 1, linear.offset, linear.offset + linear.size, shape=shape, dtype=dtype
+        aten.slice.Tensor,
+        whole,
+        1,
+        linear.offset,
+        linear.offset + linear.size,
+        shape=shape,
+        dtype=dtype,
     )
 
 
-PASS = Pass("latent_attention", "latent attention", "regraft::latent_attention", pattern, check, rewrite)
+PASS = Pass(
+    "latent_attention", "latent attention", "regraft::latent_attention", pattern, check, rewrite
+)

@@ -32,12 +32,14 @@ class Switch:
     bound: int
 
     def holds(self, length: int) -> bool:
-        name = self.condition.target._opname  # type: ignore[union-attr]
+        name = self.condition.target._opname
         return COMPARISONS[name](length - 1 + self.offset, self.bound)
 
 
 def pattern(region: Region) -> Switch | Declined:
-    maxima = [node for node in region.nodes if is_aten(node, "max", "amax") and _over_all_positions(node)]
+    maxima = [
+        node for node in region.nodes if is_aten(node, "max", "amax") and _over_all_positions(node)
+    ]
     if len(maxima) != 1:
         return Declined("the region does not read the largest position", region.closer)
     value, offset = maxima[0], 0
@@ -51,7 +53,9 @@ def pattern(region: Region) -> Switch | Declined:
             break
         value, offset = user, offset + step
     if not is_aten(user, *COMPARISONS) or not isinstance(user.args[1], int):
-        return Declined("the largest position is not only compared with a number", user, progress=0.5)
+        return Declined(
+            "the largest position is not only compared with a number", user, progress=0.5
+        )
     return Switch(region, user, offset, user.args[1])
 
 
@@ -87,14 +91,20 @@ def rewrite(switch: Switch, grafting: Grafting) -> None:
     lengths = grafting.call(
         spread._opoverload, extents, starts, positions, shape=(1, TOKENS), dtype=torch.int64
     )
-    largest = grafting.call(aten.add.Tensor, lengths, switch.offset - 1, shape=(1, TOKENS), dtype=torch.int64)
+    largest = grafting.call(
+        aten.add.Tensor, lengths, switch.offset - 1, shape=(1, TOKENS), dtype=torch.int64
+    )
     chosen = grafting.call(
         switch.condition.target, largest, switch.bound, shape=(1, TOKENS), dtype=torch.bool
     )
     layout = [TOKENS if d == dim else 1 for d in range(len(shape))]
     sizes = [-1 if d == dim else 1 for d in range(len(shape))]
-    chosen = grafting.call(aten.reshape.default, chosen, sizes, shape=tuple(layout), dtype=torch.bool)
-    merged = grafting.call(aten.where.self, chosen, *outcomes, shape=shape, dtype=closer.meta["dtype"])
+    chosen = grafting.call(
+        aten.reshape.default, chosen, sizes, shape=tuple(layout), dtype=torch.bool
+    )
+    merged = grafting.call(
+        aten.where.self, chosen, *outcomes, shape=shape, dtype=closer.meta["dtype"]
+    )
     grafting.replace(closer, merged)
     first = next(n for n in range(1, switch.bound + 3) if switch.holds(n) != switch.holds(1))
     grafting.switch_lengths.append(first - 1)
@@ -104,7 +114,12 @@ def rewrite(switch: Switch, grafting: Grafting) -> None:
 def _outcome(switch: Switch, value: bool, grafting: Grafting) -> fx.Node:
     """The region with the condition decided."""
     decided = grafting.call(
-        torch.ops.aten.full.default, [], value, dtype=torch.bool, shape=(), device=switch.condition.meta["val"].device
+        torch.ops.aten.full.default,
+        [],
+        value,
+        dtype=torch.bool,
+        shape=(),
+        device=switch.condition.meta["val"].device,
     )
     decided.meta["dtype"] = torch.bool
     copies = {switch.condition: decided}

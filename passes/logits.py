@@ -28,7 +28,9 @@ def select_rows(state: Rewriting) -> None:
     rows = state.inputs.get("logits_rows") or state.new_input("logits_rows")
     state.inputs["logits_rows"] = rows
     with captured.graph.inserting_after(node):
-        picked = captured.graph.call_function(torch.ops.aten.index_select.default, (node, dim, rows))
+        picked = captured.graph.call_function(
+            torch.ops.aten.index_select.default, (node, dim, rows)
+        )
     picked.meta.update(node.meta)
     reader.replace_input_with(node, picked)
     captured.module.recompile()
@@ -39,7 +41,11 @@ def _last_projection(captured: CapturedGraph) -> tuple[fx.Node, fx.Node]:
     found = (captured.graph.output_node(), captured.logits)
     node = captured.logits
     while is_aten(node, *PASSED):
-        rows = [n for n in node.all_input_nodes if n.meta.get("shape") is None or any(map(has_tokens, shape_of(n)))]
+        rows = [
+            n
+            for n in node.all_input_nodes
+            if n.meta.get("shape") is None or any(map(has_tokens, shape_of(n)))
+        ]
         if len(rows) != 1 or rows[0].meta.get("shape") is None:
             break
         if is_aten(node, "linear", "matmul", "addmm"):

@@ -30,7 +30,7 @@ def pattern(region: Region) -> Index | Declined:
     node = region.closer
     if not is_aten(node, "arange"):
         return Declined("the region is not a row index (arange)", node)
-    overload = node.target._overloadname  # type: ignore[union-attr]
+    overload = node.target._overloadname
     start = node.args[0] if overload in ("start", "start_step") else 0
     step = node.args[2] if overload == "start_step" and len(node.args) > 2 else 1
     return Index(node, start, step)
@@ -38,7 +38,9 @@ def pattern(region: Region) -> Index | Declined:
 
 def check(found: Index) -> Index | Declined:
     if found.start != 0 or found.step != 1 or shape_of(found.node) != (TOKENS,):
-        return Declined("the arange does not count the row from 0 in steps of 1", found.node, progress=0.5)
+        return Declined(
+            "the arange does not count the row from 0 in steps of 1", found.node, progress=0.5
+        )
     return found
 
 

@@ -119,7 +119,7 @@ class LiveWeights:
 
 
 def _tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
-    tensor = owner._parameters.get(name)
+    tensor: torch.Tensor | None = owner._parameters.get(name)
     if tensor is None:
         tensor = owner._buffers.get(name)
     return getattr(owner, name) if tensor is None else tensor
@@ -127,7 +127,7 @@ def _tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
 
 def _assign(module: fx.GraphModule, attribute: str, tensor: torch.Tensor) -> None:
     if attribute in module._parameters:
-        module._parameters[attribute] = tensor  # type: ignore[assignment]
+        module._parameters[attribute] = tensor
     elif attribute in module._buffers:
         module._buffers[attribute] = tensor
     else:

@@ -28,7 +28,11 @@ class Comparison:
     @property
     def acceptable(self) -> bool:
         """Noise, not harm: mean_kl <= 0.02, top5_overlap >= 0.97, dnll <= 0.05 (NaN is never acceptable)."""
-        return self.mean_kl <= MAX_MEAN_KL and self.top5_overlap >= MIN_TOP5_OVERLAP and self.dnll <= MAX_DNLL
+        return (
+            self.mean_kl <= MAX_MEAN_KL
+            and self.top5_overlap >= MIN_TOP5_OVERLAP
+            and self.dnll <= MAX_DNLL
+        )
 
 
 def compare(
@@ -47,7 +51,9 @@ def compare(
     seconds = [logits_b] if isinstance(logits_b, torch.Tensor) else list(logits_b)
     texts = [token_ids] if token_ids and isinstance(token_ids[0], int) else list(token_ids)
     if not len(firsts) == len(seconds) == len(texts):
-        raise ValueError(f"{len(firsts)} and {len(seconds)} sets of logits for {len(texts)} sequences")
+        raise ValueError(
+            f"{len(firsts)} and {len(seconds)} sets of logits for {len(texts)} sequences"
+        )
     if not firsts:
         raise ValueError("nothing to compare")
     kl, overlap, nll, worst, count = torch.zeros(2), 0.0, torch.zeros(2), 0.0, 0
@@ -60,7 +66,9 @@ def compare(
         overlap += _top5(p, q)
         nll += torch.stack([_nll(p, text), _nll(q, text)]).cpu()
         difference = (a - b.to(a.device)).abs()
-        worst = max(worst, float(difference.max())) if not difference.isnan().any() else float("nan")
+        worst = (
+            max(worst, float(difference.max())) if not difference.isnan().any() else float("nan")
+        )
         count, predicted = count + a.shape[0], predicted + a.shape[0] - 1
     dnll = float((nll[0] - nll[1]).abs()) / max(predicted, 1)
     return Comparison(float(kl.max()) / count, overlap / count, dnll, worst)

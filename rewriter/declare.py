@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-SEQUENCE_FIELDS = ("cu_seqlens", "context_lens", "block_table", "slot_mapping", "state_slots", "extents")
+SEQUENCE_FIELDS = (
+    "cu_seqlens",
+    "context_lens",
+    "block_table",
+    "slot_mapping",
+    "state_slots",
+    "extents",
+)
 """Names of the metadata tensors that a rewritten graph may take (see runtime/batch.py for shapes and dtypes)."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import sympy
 import torch
@@ -21,7 +22,7 @@ from torch import fx
 TOKENS = sympy.Symbol("T", integer=True, positive=True)
 """The number of tokens in the packed row: the one symbol that sizes of a captured graph are made of."""
 
-Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 
 @dataclass
@@ -61,7 +62,11 @@ def is_aten(node: object, *names: str) -> bool:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" and target._opname in names
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and target._opname in names
+    )
 
 
 def describe(node: fx.Node) -> str:

@@ -107,13 +107,20 @@ class Grafting:
         return self._input(spec.name)
 
     def call(
-        self, target: Callable, *args: Any, shape: tuple[Size, ...], dtype: torch.dtype, **kwargs: Any
+        self,
+        target: Callable,
+        *args: Any,
+        shape: tuple[Size, ...],
+        dtype: torch.dtype,
+        **kwargs: Any,
     ) -> fx.Node:
         """Insert a call before the closer, with the metadata every node must carry."""
         with self.graph.inserting_before(self.region.closer):
             node = self.graph.call_function(target, args, kwargs)
         closer = self.region.closer.meta
-        node.meta.update(shape=tuple(shape), dtype=dtype, path=closer["path"], source=closer["source"])
+        node.meta.update(
+            shape=tuple(shape), dtype=dtype, path=closer["path"], source=closer["source"]
+        )
         self.made.append(node)
         return node
 

@@ -101,15 +101,18 @@ def rewrite(
     captured: CapturedGraph, passes: Sequence[Pass | GraphPass], *, fallback: str = "replay"
 ) -> Rewriting:
     """Graft all of `captured` in place. Raises RewriteError if the result is not proven, or on a region that no pass
-    takes with `fallback="refuse"`."""
-    state = Rewriting(captured, {name: node for name, node in _inputs(captured).items()})
+    takes with `fallback="refuse"`.
+    """
+    state = Rewriting(captured, _inputs(captured))
     state.found = list(state.open_regions())
     for step in passes:
         before, start = len(captured.graph.nodes), time.perf_counter()
         matches, declined = _run(step, state)
         _tidy(captured)
         seconds = time.perf_counter() - start
-        state.runs.append(PassRun(step.name, matches, declined, seconds, before, len(captured.graph.nodes)))
+        state.runs.append(
+            PassRun(step.name, matches, declined, seconds, before, len(captured.graph.nodes))
+        )
     _replay_rest(state, fallback)
     _tidy(captured)
     state.proof = verdict(analyse(captured.graph))
@@ -204,9 +207,15 @@ def _replay_rest(state: Rewriting, fallback: str) -> None:
 
 
 def _replay(
-    region: Region, analysis: Analysis, state: Rewriting, fallback: str, moved: dict[fx.Node, fx.Node]
+    region: Region,
+    analysis: Analysis,
+    state: Rewriting,
+    fallback: str,
+    moved: dict[fx.Node, fx.Node],
 ) -> Served:
-    declined = [(run.name, no) for run in state.runs for r, no in run.declined if r.closer is region.closer]
+    declined = [
+        (run.name, no) for run in state.runs for r, no in run.declined if r.closer is region.closer
+    ]
     nearest = max(declined, key=lambda pair: pair[1].progress, default=None)
     known = nearest is not None and nearest[1].progress > 0
     reason = f"{nearest[0]}: {nearest[1]}" if nearest and known else "no pass knows this mixing"
@@ -239,7 +248,8 @@ def _refuse_unservable(region: Region, analysis: Analysis) -> None:
 
 def _tidy(captured: CapturedGraph) -> None:
     """Drop what nobody reads any more; keep placeholders."""
-    captured.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    captured.graph.eliminate_dead_code(
+        is_impure_node=lambda node: node.op in ("placeholder", "output")
+    )
     captured.graph.lint()
     captured.module.recompile()
-

@@ -31,7 +31,14 @@ class DeclineReport:
     def of(cls, region: Region, declined: Declined) -> DeclineReport:
         meta = declined.node.meta if declined.node is not None else region.closer.meta
         node = str(declined.node.target) if declined.node is not None else ""
-        return cls(declined.reason, node, region.path, meta.get("source", ""), declined.progress, declined.fix)
+        return cls(
+            declined.reason,
+            node,
+            region.path,
+            meta.get("source", ""),
+            declined.progress,
+            declined.fix,
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,11 @@ class RewriteReport:
 
 
 def make_report(
-    state: Rewriting, model: str, layer_types: list[str] | None, max_positions: int | None, seconds: float
+    state: Rewriting,
+    model: str,
+    layer_types: list[str] | None,
+    max_positions: int | None,
+    seconds: float,
 ) -> RewriteReport:
     """Report of a finished rewrite. `layer_types`: the configuration's own list, one entry a layer, if it has one."""
     expected = Counter(_kind_of(region) for region in state.found)
@@ -159,7 +170,9 @@ def _layers_without_mixing(state: Rewriting, layer_types: list[str] | None) -> l
     if not layer_types:
         return []
     paths = [f".{region.path}." for region in state.found]
-    mixing = [i for i, kind in enumerate(layer_types) if kind not in ("mlp", "moe", "dense", "sparse")]
+    mixing = [
+        i for i, kind in enumerate(layer_types) if kind not in ("mlp", "moe", "dense", "sparse")
+    ]
     return [i for i in mixing if not any(f".{i}." in path for path in paths)]
 
 

@@ -15,18 +15,38 @@ if TYPE_CHECKING:
 GRID = 40
 """Positions on a side of the picture of a mask."""
 
-PALETTE = ("#2563eb", "#0d9488", "#c2410c", "#7c3aed", "#be185d", "#4d7c0f", "#b45309", "#0369a1", "#6d28d9", "#991b1b")
+PALETTE = (
+    "#2563eb",
+    "#0d9488",
+    "#c2410c",
+    "#7c3aed",
+    "#be185d",
+    "#4d7c0f",
+    "#b45309",
+    "#0369a1",
+    "#6d28d9",
+    "#991b1b",
+)
 
 
 def page(report: RewriteReport) -> str:
     """The whole page. It loads nothing: styles, script and data are inside."""
-    environment = Environment(autoescape=select_autoescape(default=True), trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=select_autoescape(default=True), trim_blocks=True, lstrip_blocks=True
+    )
     template = environment.from_string(Path(__file__).with_name("report_page.html").read_text())
     kinds = sorted({layer.kind for layer in report.layers})
     colors = {kind: PALETTE[i % len(PALETTE)] for i, kind in enumerate(kinds)}
     layers = [_block(i, layer, colors[layer.kind]) for i, layer in enumerate(report.layers)]
     equal = report.expected == report.found
-    return template.render(report=report, layers=layers, colors=colors, equal=equal, data=_data(layers), total=_largest(layers))
+    return template.render(
+        report=report,
+        layers=layers,
+        colors=colors,
+        equal=equal,
+        data=_data(layers),
+        total=_largest(layers),
+    )
 
 
 def _block(number: int, layer: LayerReport, color: str) -> dict[str, Any]:

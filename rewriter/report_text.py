@@ -22,7 +22,9 @@ def table(report: RewriteReport) -> str:
 
 def _layers(report: RewriteReport) -> list[str]:
     rows = []
-    for (description, _), run in groupby(report.layers, key=lambda layer: (_describe(layer), _shape_of(layer.path))):
+    for (description, _), run in groupby(
+        report.layers, key=lambda layer: (_describe(layer), _shape_of(layer.path))
+    ):
         paths = [layer.path for layer in run]
         rows.append((_folded(paths), description))
     rows = _merge_alternating(rows)
@@ -44,7 +46,11 @@ def _numbers(paths: list[str]) -> str:
     if len(paths) == 1:
         return paths[0]
     numbers = [m.group() for path in paths if (m := re.search(r"\d+(\.\.\d+)?", path))]
-    shown = ",".join(numbers) if len(numbers) <= 6 else f"{','.join(numbers[:4])},...,{numbers[-1]} ({len(numbers)}x)"
+    shown = (
+        ",".join(numbers)
+        if len(numbers) <= 6
+        else f"{','.join(numbers[:4])},...,{numbers[-1]} ({len(numbers)}x)"
+    )
     return re.sub(r"\d+(\.\.\d+)?", shown, paths[0], count=1)
 
 
@@ -67,9 +73,14 @@ def _describe(layer: LayerReport) -> str:
         f"{name} {'x'.join(map(str, spec.shape)) or '1'} {str(spec.dtype).removeprefix('torch.')}"
         for kind, specs in (("row", layer.rows), ("state", layer.states))
         for spec in specs
-        for name in [f"{kind} {spec.name.rpartition(':')[2]}" if layer.served == "grafted" else kind]
+        for name in [
+            f"{kind} {spec.name.rpartition(':')[2]}" if layer.served == "grafted" else kind
+        ]
     ]
-    parts = [layer.kind, layer.served if layer.served == "replayed" else f"grafted: {layer.operator}"]
+    parts = [
+        layer.kind,
+        layer.served if layer.served == "replayed" else f"grafted: {layer.operator}",
+    ]
     parts += [", ".join(caches)] if caches else []
     parts += [layer.mask] if layer.mask else []
     parts += [f"because {layer.reason}"] if layer.reason else []
@@ -97,12 +108,17 @@ def _declined(report: RewriteReport) -> list[str]:
         for no in run.declined:
             key = (run.name, _shape_of(no.path), no.reason)
             seen[key] = seen.get(key, 0) + 1
-    return [f"  declined    {name} at {path} ({count}x): {reason}" for (name, path, reason), count in seen.items()]
+    return [
+        f"  declined    {name} at {path} ({count}x): {reason}"
+        for (name, path, reason), count in seen.items()
+    ]
 
 
 def explanation(report: RewriteReport, path: str) -> str:
     """The text of `report.explain(path)`."""
-    layers = [layer for layer in report.layers if layer.path == path or layer.path.startswith(f"{path}.")]
+    layers = [
+        layer for layer in report.layers if layer.path == path or layer.path.startswith(f"{path}.")
+    ]
     if not layers:
         raise KeyError(f"nothing mixes tokens at {path!r}: see report.layers for the paths")
     return "\n\n".join(_explain(report, layer) for layer in layers)
@@ -112,7 +128,9 @@ def _explain(report: RewriteReport, layer: LayerReport) -> str:
     lines = [f"{layer.path}: {_describe(layer)}"]
     if layer.source:
         lines.append(f"  mixes at {layer.source}")
-    looked = [(run.name, no) for run in report.passes for no in run.declined if no.path == layer.path]
+    looked = [
+        (run.name, no) for run in report.passes for no in run.declined if no.path == layer.path
+    ]
     if layer.served == "grafted" and not looked:
         return "\n".join(lines)
     for name, no in sorted(looked, key=lambda pair: -pair[1].progress):

@@ -6,6 +6,7 @@ import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,11 @@ from .compare import Comparison, compare
 TOLERATED_KL = {torch.float32: 1e-5, torch.float64: 1e-8}
 """Largest mean KL (nats) between the same weights run two ways. In half precision, see Comparison.acceptable."""
 
-LENGTHS = {"prefix": (64,), "quick": (19, 3, 33, 8), "full": (19, 3, 33, 8, 1, 2, 64, 65, 130, 257, 600)}
+LENGTHS = {
+    "prefix": (64,),
+    "quick": (19, 3, 33, 8),
+    "full": (19, 3, 33, 8, 1, 2, 64, 65, 130, 257, 600),
+}
 
 
 class ValidationError(Exception):
@@ -82,18 +87,25 @@ def samples(
         raise ValueError(f"size={size!r}: choose from {', '.join(LENGTHS)}")
     generator = random.Random(seed)
     special = _placeholder_ids(model)
-    ids = [token for token in range(min(vocab_size, _embedded(model, vocab_size))) if token not in special]
+    ids = [
+        token
+        for token in range(min(vocab_size, _embedded(model, vocab_size)))
+        if token not in special
+    ]
     return [generator.choices(ids, k=min(n, longest)) for n in LENGTHS[size]]
 
 
-def _embedded(model: nn.Module, default: int) -> int:
+def _embedded(model: Any, default: int) -> int:
     embedding = model.get_input_embeddings()
     return getattr(embedding, "num_embeddings", default)
 
 
 def _placeholder_ids(model: nn.Module) -> set[int]:
     """Every "..._token_id" that the model's configurations name."""
-    configs = [model.config, *(c for m in model.modules() if (c := getattr(m, "config", None)) is not None)]
+    configs = [
+        model.config,
+        *(c for m in model.modules() if (c := getattr(m, "config", None)) is not None),
+    ]
     found: set[int] = set()
     for config in configs:
         for name, value in vars(config).items():
@@ -102,10 +114,10 @@ def _placeholder_ids(model: nn.Module) -> set[int]:
     return {value for value in found if isinstance(value, int)}
 
 
-def reference_logits(model: nn.Module, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The original model's own forward without a cache, one text at a time: float32 [len, vocab] each."""
     device = next(model.parameters()).device
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     accepted = set(inspect.signature(inner.forward).parameters)
     results = []
     with torch.no_grad():

@@ -64,7 +64,9 @@ def project(attended: Tensor, w_v: Tensor) -> Tensor:
     return torch.bmm(attended.transpose(0, 1), w_v.transpose(1, 2)).transpose(0, 1)
 
 
-def _long(cu_seqlens: Tensor, context_lens: Tensor, w_k: Tensor, w_v: Tensor, shared: int) -> list[int]:
+def _long(
+    cu_seqlens: Tensor, context_lens: Tensor, w_k: Tensor, w_v: Tensor, shared: int
+) -> list[int]:
     """Sequences whose new tokens are so many that rebuilding keys and values is the cheaper form."""
     _, width, rank = w_k.shape
     values = w_v.shape[1]

@@ -30,7 +30,10 @@ def latent_attention_naive(
     cache.view(-1, cache.shape[2])[slot_mapping] = rows
     heads, width, rank = w_k.shape
     shared = rows.shape[1] - rank
-    query = torch.cat([q[..., latent_start : latent_start + width], q[..., shared_start : shared_start + shared]], -1)
+    query = torch.cat(
+        [q[..., latent_start : latent_start + width], q[..., shared_start : shared_start + shared]],
+        -1,
+    )
 
     def expand(held: Tensor) -> tuple[Tensor, Tensor]:
         latent, part = held[..., :rank], held[..., rank:]

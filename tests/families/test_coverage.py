@@ -88,5 +88,7 @@ def _check_report(name: str, report: regraft.RewriteReport) -> None:
     assert report.layers
     assert {layer.served for layer in report.layers} <= {"grafted", "replayed"}
     if name in GRAFTED_WHOLLY:
-        replayed = [f"{layer.path}: {layer.reason}" for layer in report.layers if layer.served == "replayed"]
+        replayed = [
+            f"{layer.path}: {layer.reason}" for layer in report.layers if layer.served == "replayed"
+        ]
         assert replayed == []
