@@ -35,6 +35,18 @@ EXAMPLE_TOKENS = 37
 _PREFIX = "model."
 
 
+def takes_positions(model: nn.Module) -> bool:
+    """Whether the model's forward has a `position_ids` argument."""
+    return "position_ids" in inspect.signature(inner_model(model).forward).parameters
+
+
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Keywords of a forward pass that builds no cache; some models take `use_cache` through `**kwargs`."""
+    accepted = inspect.signature(inner_model(model).forward).parameters.values()
+    takes = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in accepted)
+    return {"use_cache": False} if takes else {}
+
+
 def capture(model: nn.Module) -> CapturedGraph:
     """Trace `model(input_ids, position_ids)` without a cache over one row of T tokens, T symbolic.
 
@@ -63,9 +75,8 @@ class _PackedRow(nn.Module):
     def __init__(self, model: nn.Module, opaque: OpaqueModules) -> None:
         super().__init__()
         self.model = model
-        accepted = inspect.signature(inner_model(model).forward).parameters
-        self._takes_positions = "position_ids" in accepted
-        self._extra = {"use_cache": False} if "use_cache" in accepted else {}
+        self._takes_positions = takes_positions(model)
+        self._extra = without_cache(model)
         self.opaque = opaque
         self.watch: Watch | None = None
         self.train(model.training)

@@ -185,10 +185,8 @@ def _emitter(leaf: Leaf, marked: Any) -> Callable[..., Any]:
     Callers pass their own keyword arguments on; those that the function takes as `**kwargs` and never looks at are
     dropped, a tensor among them is refused.
     """
-    function = _torch_function(marked)
+    key, function = register_function(marked)
     signature = inspect.signature(function)
-    key = f"{function.__module__}:{function.__qualname__}"
-    _FUNCTIONS[key] = function
     rest_name = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), "")
     reads_rest = any(
         i.argval == rest_name and i.opname.startswith("LOAD")
@@ -221,12 +219,31 @@ def _emitter(leaf: Leaf, marked: Any) -> Callable[..., Any]:
 _FUNCTIONS: dict[str, FunctionType] = {}
 
 
+def register_function(marked: Any) -> tuple[str, FunctionType]:
+    """The torch function under a marked one, and the name by which a leaf's operator runs it."""
+    function = _torch_function(marked)
+    key = f"{function.__module__}:{function.__qualname__}"
+    _FUNCTIONS[key] = function
+    return key, function
+
+
 def _function(key: str) -> FunctionType:
     if key not in _FUNCTIONS:
         module, _, name = key.partition(":")
         found: ModuleType = importlib.import_module(module)
         _FUNCTIONS[key] = _torch_function(getattr(found, name))
     return _FUNCTIONS[key]
+
+
+def _output_dtype(leaf: Leaf, values: dict[str, Any]) -> torch.dtype:
+    """SSD returns its float32 sums as they are; a selective scan's skip and gate promote (D comes in float32)."""
+    if leaf.name == "mamba_chunk_scan_combined":
+        return torch.float32
+    dtype: torch.dtype = values[leaf.dtype_like].dtype
+    for name in ("D", "z") if leaf.name == "selective_scan_fn" else ():
+        if values[name] is not None:
+            dtype = torch.promote_types(dtype, values[name].dtype)
+    return dtype
 
 
 def _define(leaf: Leaf) -> None:
@@ -243,7 +260,8 @@ def _define(leaf: Leaf) -> None:
     @operator.register_fake
     def _(*args: Any) -> torch.Tensor:
         values = dict(zip(names, args, strict=True))
-        like, dtype = values[leaf.output_like], values[leaf.dtype_like].dtype
+        like = values[leaf.output_like]
+        dtype = _output_dtype(leaf, values)
         return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 

@@ -56,7 +56,7 @@ def lift(
             copied[node].meta = dict(node.meta)
             weights[attribute], names[attribute] = tensor, spec.target.removeprefix(prefix)
         elif node.op == "output":
-            graph.output((_logits(program, node, copied),))
+            graph.output(_user_outputs(program, node, copied))
         else:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
     module = fx.GraphModule(root, graph)
@@ -64,7 +64,8 @@ def lift(
     facts = _Facts(holder, prefix, symbol, where)
     for node in graph.nodes:
         facts.fill(node)
-    return CapturedGraph(module, weights, names, where.low, where.high)
+    high = None if where.high is None else int(where.high)  # not sympy's integers
+    return CapturedGraph(module, weights, names, int(where.low), high)
 
 
 def _set(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -74,15 +75,16 @@ def _set(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
         root.register_buffer(name, tensor)
 
 
-def _logits(program: ExportedProgram, node: fx.Node, copied: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The user's output, without what the forward writes back into the model's own tensors."""
+def _user_outputs(
+    program: ExportedProgram, node: fx.Node, copied: Mapping[fx.Node, fx.Node]
+) -> tuple[fx.Node, ...]:
+    """The user's outputs, without what the forward writes back into the model's own tensors."""
     specs = program.graph_signature.output_specs
-    (logits,) = [
+    return tuple(
         copied[value]
         for spec, value in zip(specs, node.args[0], strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
-    ]
-    return logits
+    )
 
 
 def _written_names(program: ExportedProgram, prefix: str) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .capture import takes_positions, without_cache
 from .compare import Comparison, compare
 
 TOLERATED_KL = {torch.float32: 1e-5, torch.float64: 1e-8}
@@ -117,13 +117,11 @@ def _placeholder_ids(model: nn.Module) -> set[int]:
 def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The original model's own forward without a cache, one text at a time: float32 [len, vocab] each."""
     device = next(model.parameters()).device
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    accepted = set(inspect.signature(inner.forward).parameters)
+    extra: dict[str, Any] = dict(without_cache(model))
     results = []
     with torch.no_grad():
         for text in texts:
-            extra: dict[str, object] = {"use_cache": False} if "use_cache" in accepted else {}
-            if "position_ids" in accepted:
+            if takes_positions(model):
                 extra["position_ids"] = torch.arange(len(text), device=device)[None]
             output = model(input_ids=torch.tensor([list(text)], device=device), **extra)
             results.append(output.logits[0].float())

@@ -152,9 +152,5 @@ def convolution(facts: Facts) -> Result:
     along = [dim for dim in range(2, len(shape)) if has_tokens(shape[dim])]
     axes = {dim: fitted(axis, out[dim]) for dim, axis in value.axes if dim < 2}
     for dim in along:
-        axes[dim] = (
-            Axis()
-            if tokens_multiple(out[dim]) == tokens_multiple(shape[dim]) == 1
-            else Axis(kind="odd")
-        )
+        axes[dim] = Axis() if tokens_multiple(out[dim]) == 1 else Axis(kind="odd")
     return make(axes, value.mixed or bool(along), value.why or "convolution over tokens")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .analysis import Facts, Result, rule
 from .select import differ
-from .value import Axis, Value, fitted, has_tokens, make, same_place, together
+from .value import Axis, Value, fitted, has_tokens, make, same_place, together, tokens_multiple
 
 
 def _placed(facts: Facts, joined: Value, dim: int, *, mixed: bool, why: str) -> Value:
@@ -75,6 +75,19 @@ def by_value(facts: Facts) -> Result:
     return facts.unknown(f"{facts.name} places values by value")
 
 
-@rule("unfold", "im2col", "as_strided")
+@rule("unfold")
 def windows(facts: Facts) -> Result:
+    """One window per token is a row per token, mixed; of a padded row too (a region may close here)."""
+    source = facts.tensor(0, "self")
+    dim = facts.dim(facts.argument(1, "dimension"), source)
+    if not has_tokens(facts.shape(source)[dim]):
+        return facts.unknown("windows beside tokens")
+    axes = {d: axis for d, axis in facts.value(source).axes if d != dim}
+    one_each = tokens_multiple(facts.out_shape[dim]) == 1
+    axes[dim] = Axis() if one_each else Axis(kind="odd")
+    return make(axes, True, "windows over tokens")
+
+
+@rule("im2col", "as_strided")
+def regathered(facts: Facts) -> Result:
     return facts.unknown("windows over tokens")
