@@ -171,7 +171,7 @@ def graft_replay(
     ((dim, axis),) = analysis.uncut[region.closer].axes
     subgraph, weights = extract(region.closer, nodes, inputs)
     result = RowLayout.of(region.closer, dim, axis)
-    module = Replay(subgraph, layouts, result, region.path, min_tokens)
+    module = Replay(subgraph, layouts, result, region.path, int(min_tokens))
     _insert(region, module, inputs, weights, grafting)
     return module
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from .graph import shape_of
 from .pattern import Region
-from .token_axis.analysis import Analysis
+from .token_axis.analysis import Analysis, is_grafted
 from .token_axis.regions import value_operands
 from .token_axis.value import has_tokens
 
@@ -55,11 +55,11 @@ def _build(flow: nx.DiGraph, region: Region, analysis: Analysis) -> list[fx.Node
         if node in seen:
             continue
         seen[node] = None
-        flow.add_edge(("in", node), ("out", node), capacity=_bytes(node, analysis))
-        boundary = _is_boundary(node, analysis)
-        operands = (
-            [] if boundary else [n for n in value_operands(node) if not analysis.value(n).is_fixed]
-        )
+        price = _bytes(node, analysis)
+        flow.add_edge(("in", node), ("out", node), capacity=price)
+        operands = []
+        if not (_is_source(node, analysis) or (_is_expensive(node) and price < NEVER)):
+            operands = [n for n in value_operands(node) if not analysis.value(n).is_fixed]
         if not operands or not all(analysis.value(n).is_row_local for n in operands):
             flow.add_edge("source", ("in", node))
             continue
@@ -69,14 +69,13 @@ def _build(flow: nx.DiGraph, region: Region, analysis: Analysis) -> list[fx.Node
     return list(seen)
 
 
-def _is_boundary(node: fx.Node, analysis: Analysis) -> bool:
-    name = getattr(node.target, "_opname", "")
-    return (
-        node.op != "call_function"
-        or analysis.is_cut(node)
-        or name in EXPENSIVE
-        or not hasattr(node.target, "_opname")
-    )
+def _is_source(node: fx.Node, analysis: Analysis) -> bool:
+    """Not to be computed inside a region: inputs of the graph, grafted operators, what closes another region."""
+    return node.op != "call_function" or analysis.is_cut(node) or is_grafted(node)
+
+
+def _is_expensive(node: fx.Node) -> bool:
+    return getattr(node.target, "_opname", "") in EXPENSIVE
 
 
 def _bytes(node: fx.Node, analysis: Analysis) -> int:

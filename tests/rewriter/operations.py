@@ -428,7 +428,7 @@ def extreme(p: Program, c: Chooser) -> fx.Node | None:
     node = exact_tensor(p, c)
     if node is None:
         return None
-    kind = c.below(5)
+    kind = c.below(4)
     at = dim_of(c, node)
     if kind == 0:
         return p.call(aten.max.dim, node, at, c.chance(2))
@@ -436,10 +436,8 @@ def extreme(p: Program, c: Chooser) -> fx.Node | None:
         return p.call(aten.argmax.default, node, at, c.chance(2))
     if kind == 2:
         return p.call(aten.kthvalue.default, node, 1, at, c.chance(2))
-    if kind == 3:
-        other = partner(p, c, node, lambda n: n in p.exact)
-        return other and p.call(aten.max.other, node, other)
-    return p.call(aten.median.dim, node, at, c.chance(2))
+    other = partner(p, c, node, lambda n: n in p.exact)
+    return other and p.call(aten.max.other, node, other)
 
 
 def running(p: Program, c: Chooser) -> fx.Node | None:

@@ -14,15 +14,19 @@ from regraft.rewriter.capture import capture
 from regraft.rewriter.graph import CapturedGraph
 from regraft.rewriter.pattern import Pass
 from regraft.rewriter.pipeline import GraphPass, Rewriting, rewrite
+from tests.tolerance import assert_close
 
 VOCABULARY, HIDDEN = 40, 8
 PAGE_SIZE = 4
 
+Mix = Callable[[Any, Tensor, Tensor], Tensor]
+"""(module with a few weights, hidden [1, T, H], position_ids [1, T]) -> hidden [1, T, H]"""
+
 
 class Toy(nn.Module):
-    """embedding -> one mixing step in a module of its own (`mixer`) -> linear."""
+    """embedding -> `mix` in a module of its own ("mixer") -> linear."""
 
-    def __init__(self, mix: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mix: Mix) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)
 
@@ -41,70 +45,293 @@ class Toy(nn.Module):
 
 
 class Mixer(nn.Module):
-    """`mix(self, hidden [1, T, H], position_ids [1, T])` with a few weights at hand."""
-
-    def __init__(
-        self, mix: Callable[[Any, Tensor, Tensor], Tensor], weight: Callable[..., nn.Parameter]
-    ) -> None:
+    def __init__(self, mix: Mix, weight: Callable[..., nn.Parameter]) -> None:
         super().__init__()
         self.mix = mix
         self.square, self.other, self.third = (weight(HIDDEN, HIDDEN) for _ in range(3))
         self.kernel = weight(HIDDEN, 1, 3)
-        self.vector = weight(HIDDEN)
+        self.vector = weight(1, HIDDEN)
         self.places = weight(64, HIDDEN)
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
         return self.mix(self, hidden, position_ids)
 
 
-def attend(m: Any, x: Tensor, heads: int = 2, key_heads: int = 1, by_hand: bool = False) -> Tensor:
-    """Causal attention, keys and values repeated for the query heads that share them."""
-    width = HIDDEN // heads
-    query = F.linear(x, m.square).view(1, -1, heads, width).transpose(1, 2)
-    key = F.linear(x, m.other[: key_heads * width]).view(1, -1, key_heads, width).transpose(1, 2)
-    value = F.linear(x, m.third[: key_heads * width]).view(1, -1, key_heads, width).transpose(1, 2)
-    key, value = (t.repeat_interleave(heads // key_heads, 1) for t in (key, value))
-    index = torch.arange(x.shape[1])
-    mask = index[None, :] <= index[:, None]
-    if by_hand:
-        scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, torch.finfo(x.dtype).min)
-        scores = (scores - scores.amax(-1, keepdim=True)).exp()
-        out = (scores / scores.sum(-1, keepdim=True)) @ value
-    else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    return out.transpose(1, 2).reshape(1, -1, HIDDEN)
+def indices(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device)
 
 
-def captured(mix: Callable[[Any, Tensor, Tensor], Tensor]) -> CapturedGraph:
+def causal(x: Tensor) -> Tensor:
+    """[T, T], True where the key is not later than the query."""
+    return indices(x)[None, :] <= indices(x)[:, None]
+
+
+def heads_of(x: Tensor, weight: Tensor, count: int) -> Tensor:
+    """[1, count, T, H / 2]."""
+    width = HIDDEN // 2
+    return F.linear(x, weight[: count * width]).view(1, -1, count, width).transpose(1, 2)
+
+
+def queries_keys_values(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Two query heads; the one key and value head is repeated for them."""
+    key, value = (heads_of(x, w, 1).repeat_interleave(2, 1) for w in (m.other, m.third))
+    return heads_of(x, m.square, 2), key, value
+
+
+def joined(heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).reshape(1, -1, HIDDEN)
+
+
+# ---- rows only -----------------------------------------------------------------------------------------------------
+
+
+def rows_only(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return F.silu(F.linear(x, m.square)) * p[..., None].cos()
+
+
+def merged_view(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return F.rms_norm(x.reshape(-1, 4), (4,)).reshape(1, -1, HIDDEN)
+
+
+def experts(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Two of four experts a token, each row's matrices gathered for it."""
+    chosen = F.linear(x[0], m.other[:4]).topk(2, -1)
+    weights = torch.stack([m.square, m.other, m.third, m.square + m.other])[
+        chosen.indices.flatten()
+    ]
+    out = torch.bmm(weights, x[0].repeat_interleave(2, 0)[..., None])[..., 0]
+    return (out.view(-1, 2, HIDDEN) * chosen.values.softmax(-1)[..., None]).sum(1)[None]
+
+
+# ---- causal: replayed ----------------------------------------------------------------------------------------------
+
+
+def temperature(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x * (indices(x) + 2.0).log()[None, :, None]
+
+
+def learned_places(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + m.places[: x.shape[1]]
+
+
+def running_mean(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x.cumsum(1) / (indices(x) + 1)[None, :, None]
+
+
+def shift_right(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+def first_token(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + x[:, :1]
+
+
+def short_convolution(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return F.conv1d(x.transpose(1, 2), m.kernel, padding=2, groups=HIDDEN)[
+        ..., : x.shape[1]
+    ].transpose(1, 2)
+
+
+def late_convolution(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Needs three tokens to run at all; from the third on, each sees two tokens before it."""
+    late = F.conv1d(x.transpose(1, 2), m.kernel, groups=HIDDEN)
+    return x + F.pad(late, (2, 0)).transpose(1, 2)
+
+
+def blocks(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """A running sum in blocks of four, the last one padded."""
+    n = x.shape[1]
+    padded = F.pad(x, (0, 0, 0, (4 - n % 4) % 4)).unflatten(1, (-1, 4))
+    return padded.cumsum(2).flatten(1, 2)[:, :n]
+
+
+def place_in_expert(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """How many rows went to the same expert before: two rows a token in one dimension."""
+    chosen = F.one_hot(F.linear(x, m.square[:4]).topk(2, -1).indices[0].flatten(), 4)
+    place = (chosen.cumsum(0) * chosen).sum(-1)
+    return x / place.view(1, -1, 2).sum(-1, keepdim=True)
+
+
+def attention(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    query, key, value = queries_keys_values(m, x)
+    return joined(F.scaled_dot_product_attention(query, key, value, attn_mask=causal(x)))
+
+
+def softmax_by_hand(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    query, key, value = queries_keys_values(m, x)
+    scores = (query @ key.transpose(-1, -2)).masked_fill(~causal(x), torch.finfo(x.dtype).min)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    return joined((weights / weights.sum(-1, keepdim=True)) @ value)
+
+
+def packed_mask(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Attention within runs of positions, as transformers masks a packed row."""
+    query, key, value = queries_keys_values(m, x)
+    start = F.pad(p[0].diff(), (1, 0), value=1) != 1
+    run = start.cumsum(0)
+    mask = (run[None, :] == run[:, None]) & causal(x)
+    return joined(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def chosen_keys(m: Any, x: Tensor) -> Tensor:
+    """[T, T]: an indexer's pick of three earlier tokens for each token."""
+    scores = (F.linear(x, m.vector) @ F.linear(x, m.third[:1]).transpose(1, 2))[0]
+    scores = scores.masked_fill(~causal(x), float("-inf"))
+    picked = scores.topk(min(3, x.shape[1]), -1).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, picked, True) & causal(x)
+
+
+def indexed_attention(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    query, key, value = queries_keys_values(m, x)
+    return joined(F.scaled_dot_product_attention(query, key, value, attn_mask=chosen_keys(m, x)))
+
+
+def best_earlier_token(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """A choice of one earlier token: an index among tokens that has the shape of rows."""
+    scores = (F.linear(x, m.square) @ x.transpose(1, 2))[0] + p.cos()
+    best = scores.masked_fill(~causal(x), float("-inf")).argmax(-1)
+    return x + x[:, best]
+
+
+def shared_index(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Two layers of attention; the second attends to what the first one's indexer chose."""
+    x = (
+        x + (p[..., None] * m.vector).sin()
+    )  # no two rows alike: scores that tie may be picked in any order
+    mask = chosen_keys(m, x)
+    for _ in range(2):
+        query, key, value = queries_keys_values(m, x)
+        x = x + joined(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+    return x
+
+
+def two_readers(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Two regions that read the same rows."""
+    return torch.cat([shift_right(m, x, p)[..., :4], x.cumsum(1)[..., 4:]], -1)
+
+
+def two_layers(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return attention(m, F.silu(attention(m, x, p)), p)
+
+
+def grown_rows(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """A projection of rows that were first copied for every other token."""
+    copied = F.linear(x.transpose(0, 1).expand(-1, x.shape[1], -1), m.square)
+    return (copied * causal(x)[..., None]).sum(1)[None]
+
+
+# ---- not causal: stopped by the prefix test ------------------------------------------------------------------------
+
+
+def length_switch(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x * torch.where(p.max() > 8, 2.0, 1.0)
+
+
+def by_length(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x / x.shape[1]
+
+
+def mean_of_tokens(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x - x.mean(1, keepdim=True)
+
+
+def shift_left(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], 1)
+
+
+def last_token(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + x[:, -1:]
+
+
+def best_tokens(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """A router that picks four tokens for the expert, instead of experts for the token."""
+    scores = F.linear(x, m.vector)[..., 0]
+    return x * torch.zeros_like(scores).scatter(1, scores.topk(4, 1).indices, 1.0)[..., None]
+
+
+def expert_load(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    expert = F.linear(x, m.square[:4])[0].argmax(-1)
+    load = torch.zeros(4).scatter_add(0, expert, torch.ones_like(expert, dtype=x.dtype))
+    return x / load[expert][None, :, None]
+
+
+def open_prefix(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """The first five tokens see each other."""
+    query, key, value = queries_keys_values(m, x)
+    mask = causal(x) | (indices(x) < 5)[None, :]
+    return joined(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+def open_blocks(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    """Tokens of the same sixteen see each other."""
+    query, key, value = queries_keys_values(m, x)
+    block = indices(x) // 16
+    mask = causal(x) | (block[None, :] == block[:, None])
+    return joined(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+# ---- refused by the analysis ---------------------------------------------------------------------------------------
+
+
+def reverse_sum(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x.flip(1).cumsum(1).flip(1)
+
+
+def rolled(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x + x.roll(1, 1)
+
+
+def sorted_tokens(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x.sort(1).values
+
+
+def sorted_and_back(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    order = x[0, :, 0].argsort()
+    doubled = x[0][order] * 2
+    return torch.zeros_like(doubled).index_put((order,), doubled)[None]
+
+
+def swapped_view(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return x.reshape(1, HIDDEN, -1).transpose(1, 2) + 0.5
+
+
+def group_norm(m: Any, x: Tensor, p: Tensor) -> Tensor:
+    return F.group_norm(x.transpose(1, 2), 2).transpose(1, 2)
+
+
+# ---- running them --------------------------------------------------------------------------------------------------
+
+
+def captured(mix: Mix) -> CapturedGraph:
     return capture(Toy(mix))
 
 
-def rewritten(
-    mix: Callable[[Any, Tensor, Tensor], Tensor],
-    passes: Sequence[Pass | GraphPass] = (),
-    **options: str,
-) -> Rewriting:
+def rewritten(mix: Mix, passes: Sequence[Pass | GraphPass] = (), **options: str) -> Rewriting:
     return rewrite(captured(mix), passes, **options)
 
 
-def reference(mix: Callable[[Any, Tensor, Tensor], Tensor], ids: Tensor) -> Tensor:
-    """The toy alone on one text: ids [n] -> logits [n, vocab]."""
-    with torch.no_grad():
-        logits: Tensor = Toy(mix)(ids[None], torch.arange(len(ids))[None]).logits[0]
+def text(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def alone(mix: Mix, ids: Tensor) -> Tensor:
+    """The toy itself on one text: ids [n] -> logits [n, vocab]."""
+    logits: Tensor = Toy(mix)(ids[None], torch.arange(len(ids))[None]).logits[0]
     return logits
+
+
+def poison(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point else VOCABULARY - 1
 
 
 def pools_for(state: Rewriting, num_pages: int) -> dict[str, Tensor]:
     """Caches as declared, every element poisoned."""
-    specs = {row.name: row for served in state.served for row in served.rows}
+    rows = {row.name: row for served in state.served for row in served.rows}
     return {
         name: torch.full((num_pages, PAGE_SIZE, *row.shape), poison(row.dtype), dtype=row.dtype)
-        for name, row in specs.items()
+        for name, row in rows.items()
     }
-
-
-def poison(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point else 1
 
 
 class Server:
@@ -115,7 +342,7 @@ class Server:
 
     def __init__(self, state: Rewriting, texts: Sequence[Tensor], padding: int = 0) -> None:
         self.state, self.texts, self.padding = state, texts, padding
-        pages = [-(-len(text) // PAGE_SIZE) for text in texts]
+        pages = [-(-len(ids) // PAGE_SIZE) for ids in texts]
         order = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(1)) + 1
         self.table = torch.zeros(len(texts), max(pages), dtype=torch.int32)
         for i, part in enumerate(order.split(pages)):
@@ -124,34 +351,32 @@ class Server:
         self.done = [0] * len(texts)
         self.logits: list[list[Tensor]] = [[] for _ in texts]
 
-    def run(self, cuts: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`cuts[i]`: how many tokens of text i each step takes (0: none). Returns logits [n, vocab] per text."""
-        for step in zip(*cuts, strict=True):
+    def run(self, *steps: Sequence[int]) -> list[Tensor]:
+        """Each step says how many tokens it takes of each text (0: none). Returns logits [n, vocab] per text."""
+        for step in steps:
             self.step(step)
         return [torch.cat(parts) for parts in self.logits]
 
     def step(self, counts: Sequence[int]) -> None:
-        """Feed the next `counts[i]` tokens of each text."""
         spans = [(i, self.done[i], self.done[i] + n) for i, n in enumerate(counts) if n]
-        inputs = self._inputs(spans)
-        by_node = {node: name for name, node in self.state.inputs.items()}
-        placeholders = [node for node in self.state.graph.nodes if node.op == "placeholder"]
-        with torch.no_grad():
-            (logits,) = self.state.captured.module(
-                *[inputs[by_node[node]] for node in placeholders]
-            )
+        logits = self.forward(self.inputs(spans))
         place = 0
         for i, start, end in spans:
-            self.logits[i].append(logits[0, place : place + end - start])
+            self.logits[i].append(logits[place : place + end - start])
             place, self.done[i] = place + end - start, end
 
-    def _inputs(self, spans: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Logits [N, vocab] of one packed row."""
+        names = {node: name for name, node in self.state.inputs.items()}
+        placeholders = [node for node in self.state.graph.nodes if node.op == "placeholder"]
+        (logits,) = self.state.captured.module(*[inputs[names[node]] for node in placeholders])
+        return logits[0]
+
+    def inputs(self, spans: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
         empty = [torch.zeros(self.padding, dtype=torch.long)]
         places = [torch.arange(start, end) for _, start, end in spans]
-        slots = [
-            self.table[i, at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE
-            for (i, _, _), at in zip(spans, places)
-        ]
+        slots = [self._slots(i, at) for (i, _, _), at in zip(spans, places)]
         rows = [i for i, _, _ in spans]
         return {
             "input_ids": torch.cat([self.texts[i][a:b] for i, a, b in spans] + empty)[None],
@@ -159,19 +384,36 @@ class Server:
             "cu_seqlens": torch.tensor([0, *(b - a for _, a, b in spans)]).cumsum(0).int(),
             "context_lens": torch.tensor([a for _, a, _ in spans], dtype=torch.int32),
             "block_table": self.table[rows],
-            "slot_mapping": torch.cat([slot.long() for slot in slots] + empty),
-            "state_slots": torch.tensor(rows) + 1,
-            "extents": torch.tensor([len(self.texts[i]) for i in rows]),
+            "slot_mapping": torch.cat(slots + empty),
             **self.pools,
         }
 
+    def _slots(self, i: int, at: Tensor) -> Tensor:
+        return self.table[i, at // PAGE_SIZE].long() * PAGE_SIZE + at % PAGE_SIZE
 
-def rows_of(state: Rewriting, text: Tensor) -> list[list[Tensor | None]]:
+
+def serves(state: Rewriting, mix: Mix) -> None:
+    """Three texts at once equal each of them alone: as one step, in pieces beside neighbours, and token by token."""
+    ids = text(37)
+    texts = [ids, ids[3:8], ids[5:28]]
+    expected = [alone(mix, one) for one in texts]
+    schedules = {
+        "prefill": [(37, 5, 23)],
+        "pieces": [(1, 0, 9), (7, 2, 0), (0, 3, 1), (29, 0, 13)],
+        "decode": [(n < 37, n < 5, n < 23) for n in range(37)],
+    }
+    for name, steps in schedules.items():
+        served = Server(state, texts, padding=3).run(*[[int(n) for n in step] for step in steps])
+        for got, wanted in zip(served, expected, strict=True):
+            assert_close(got, wanted, name=name)
+
+
+def rows_read(state: Rewriting, ids: Tensor) -> list[list[Tensor | None]]:
     """What each replayed region reads on one text: rows per input, for check_prefix."""
     replays = [served.replay for served in state.served if served.replay is not None]
     for replay in replays:
         replay.probe = []
-    Server(state, [text]).run([[len(text)]])
+    Server(state, [ids]).run([len(ids)])
     found = [replay.probe or [] for replay in replays]
     for replay in replays:
         replay.probe = None

@@ -1,0 +1,196 @@
+"""Which toys the analysis refuses, which the prefix test stops, and which are served exactly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from regraft.rewriter.capture import capture
+from regraft.rewriter.errors import RewriteError
+from regraft.rewriter.pattern import Region
+from regraft.rewriter.pipeline import Served, rewrite
+from regraft.rewriter.prefix import SHORTEST, check_prefix
+from regraft.rewriter.replay import Replay, RowLayout
+
+from . import toys
+from .toys import HIDDEN, Mix, Toy, rewritten, rows_read, serves, text
+
+SERVED = [
+    toys.rows_only, toys.merged_view, toys.experts, toys.temperature, toys.learned_places, toys.running_mean,
+    toys.shift_right, toys.first_token, toys.short_convolution, toys.place_in_expert, toys.attention,
+    toys.softmax_by_hand, toys.packed_mask, toys.indexed_attention, toys.best_earlier_token, toys.shared_index, toys.two_readers,
+    toys.two_layers, toys.grown_rows, toys.blocks,
+]  # fmt: skip
+NOT_CAUSAL = {
+    toys.length_switch: "aten.mul.Tensor",
+    toys.by_length: "aten.div.Tensor",
+    toys.mean_of_tokens: "aten.sub.Tensor",
+    toys.shift_left: "aten.cat.default",
+    toys.last_token: "aten.add.Tensor",
+    toys.best_tokens: "aten.scatter.value",
+    toys.expert_load: "aten.index.Tensor",
+    toys.open_prefix: "aten.scaled_dot_product_attention.default",
+    toys.open_blocks: "aten.scaled_dot_product_attention.default",
+}
+REFUSED = {
+    toys.reverse_sum: "flip over tokens: aten.flip.default",
+    toys.rolled: "roll over tokens: aten.roll.default",
+    toys.sorted_tokens: "sort over tokens: aten.sort.default",
+    toys.sorted_and_back: "argsort over tokens: aten.argsort.default",
+    toys.swapped_view: "rows are reordered by a view: aten.reshape.default",
+    toys.group_norm: "no rule for aten.group_norm.default: aten.group_norm.default",
+}
+
+
+def name_of(mix: object) -> str:
+    return getattr(mix, "__name__", "")
+
+
+@pytest.mark.parametrize("mix", SERVED, ids=name_of)
+def test_served_exactly(mix: Mix) -> None:
+    state = rewritten(mix)
+    assert state.proof is not None and state.proof.proven
+    replayed = [served for served in state.served if served.replay is not None]
+    for served, rows in zip(replayed, rows_read(state, text(37)), strict=True):
+        check_prefix(served, rows)
+    serves(state, mix)
+
+
+@pytest.mark.parametrize("mix", NOT_CAUSAL, ids=name_of)
+def test_stopped_by_the_prefix_test(mix: Mix) -> None:
+    state = rewritten(mix)
+    (served,), (rows,) = state.served, rows_read(state, text(37))
+    with pytest.raises(
+        RewriteError, match=r"is not causal: cutting the text to \d+ of 37 tokens changes"
+    ) as raised:
+        check_prefix(served, rows)
+    error = raised.value
+    assert error.operation == NOT_CAUSAL[mix]
+    assert error.path == "mixer"
+    assert error.source.startswith("toys.py:")
+    assert error.fix == "a model whose tokens depend on later ones cannot generate token by token"
+
+
+@pytest.mark.parametrize("mix", REFUSED, ids=name_of)
+def test_refused_by_the_analysis(mix: Mix) -> None:
+    with pytest.raises(RewriteError) as raised:
+        rewritten(mix)
+    message = str(raised.value)
+    assert f"the rewritten graph is not proven: {REFUSED[mix]} in mixer at toys.py:" in message
+    assert "tokens of different requests would mix" in raised.value.fix
+
+
+class Reversed(nn.Module):
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        return hidden.flip(1).cumsum(1)
+
+
+def test_the_source_line_is_the_models_own() -> None:
+    model = Toy(toys.rows_only)
+    model.mixer = Reversed()  # type: ignore[assignment]
+    with pytest.raises(
+        RewriteError, match=r"test_prefix\.py:\d+: return hidden\.flip\(1\)\.cumsum\(1\)"
+    ):
+        rewrite(capture(model), ())
+
+
+# ---- the test itself, on regions made by hand ----------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """A region over rows [T, H], as a function of its own."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, num_tokens: int, rows: Tensor) -> Tensor:
+        return self.function(rows)
+
+
+def region(function: Any, dtype: torch.dtype = torch.float32) -> Served:
+    layout = RowLayout(0, (HIDDEN,), dtype)
+    replay = Replay(cast(fx.GraphModule, Plain(function)), [layout], layout, "mixer")
+    closer = SimpleNamespace(target="sum", meta={"source": "model.py:7: sum(x)"})
+    found = SimpleNamespace(closer=closer, kind="mixing", path="mixer")
+    return Served(cast(Region, found), "mixing", "replayed", "replay", replay=replay)
+
+
+def rows() -> list[Tensor | None]:
+    return [torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(0))]
+
+
+def test_what_masks_are_filled_with_hides_no_difference() -> None:
+    def filled(x: Tensor) -> Tensor:
+        lowest = torch.full_like(x[:, :1], torch.finfo(x.dtype).min)
+        return torch.cat([lowest, x[:, 1:] - x[:, 1:].mean(0)], 1)
+
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(region(filled), rows())
+
+
+@pytest.mark.parametrize("fill", [float("-inf"), torch.finfo(torch.float32).min])
+def test_what_masks_are_filled_with_is_no_difference(fill: float) -> None:
+    check_prefix(region(lambda x: x.cumsum(0).masked_fill(x > 1, fill)), rows())
+
+
+def test_a_result_that_is_no_number_is_refused() -> None:
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(region(lambda x: x.masked_fill(x > 1, float("nan"))), rows())
+
+
+def test_whole_numbers_must_be_equal() -> None:
+    check_prefix(region(lambda x: (x > 0).cumsum(0)), rows())
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(region(lambda x: (x > 0).sum(0) + 0 * x.long()), rows())
+
+
+def test_imaginary_parts_are_compared() -> None:
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(region(lambda x: torch.complex(x, x.mean(0).expand_as(x))), rows())
+
+
+def test_the_shortest_text_is_found() -> None:
+    def needs(count: int) -> Any:
+        def run(x: Tensor) -> Tensor:
+            if len(x) < count:
+                raise RuntimeError("too short")
+            return x.cumsum(0)
+
+        return run
+
+    for count in (1, 2, 7, SHORTEST):
+        served = region(needs(count))
+        check_prefix(served, rows())
+        assert served.replay is not None and served.replay.min_tokens == count
+    with pytest.raises(RewriteError, match=f"cannot be run over {SHORTEST} tokens: too short"):
+        check_prefix(region(needs(SHORTEST + 1)), rows())
+
+
+def test_a_difference_at_few_tokens_is_no_shortest_text() -> None:
+    """Padding a short text up is exact only for what is causal."""
+
+    def open_start(x: Tensor) -> Tensor:
+        return x.cumsum(0) + (x[:5].sum(0) if len(x) >= 5 else 0)
+
+    with pytest.raises(RewriteError, match="cutting the text to 1 of 40"):
+        check_prefix(region(open_start), rows())
+
+
+def test_texts_too_short_to_run_are_padded() -> None:
+    """The convolution needs three tokens. A shorter text is what a longer one begins with."""
+    state = rewritten(toys.late_convolution)
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    check_prefix(served, read)
+    assert served.replay is not None and served.replay.min_tokens == 3
+    ids = text(37)
+    expected = toys.alone(toys.late_convolution, ids)
+    got = toys.Server(state, [ids[:1], ids[:2], ids], padding=2).run(
+        (1, 1, 2), (0, 1, 1), (0, 0, 34)
+    )
+    for logits in got:
+        toys.assert_close(logits, expected[: len(logits)])
