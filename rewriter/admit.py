@@ -28,17 +28,16 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 
 def _refuse_other_kinds(model: nn.Module) -> None:
-    name = type(model).__name__
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise RewriteError(
-            f"{name} is an encoder-decoder model",
+            f"{type(model).__name__} is an encoder-decoder model",
             fix="pass a decoder-only causal language model (AutoModelForCausalLM)",
         )
     can_generate = getattr(model, "can_generate", None)
     if callable(can_generate) and not can_generate():
         raise RewriteError(
-            f"{name} has no language-modelling head over past tokens (it cannot generate)",
+            f"{type(model).__name__} has no language-modelling head over past tokens (it cannot generate)",
             fix="load the checkpoint with AutoModelForCausalLM; encoder-only models cannot be served",
         )
 
