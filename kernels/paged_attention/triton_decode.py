@@ -13,6 +13,7 @@ from .triton_tile import (
     first_key,
     load_queries,
     store_rows,
+    which_heads,
     write_rows,
 )
 
@@ -26,25 +27,24 @@ def decode_kernel(
     cu_seqlens_ptr, context_lens_ptr, block_table_ptr, stride_table, slot_mapping_ptr,
     num_tokens, num_rows, scale,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, key head, split).
+    """One program a (sequence, key head and share of its heads, split).
 
     Keys of this step are read from `k`, those before it from the pages, so no program reads what another writes.
     Split 0 takes this step's keys and writes them to the pages. A sequence with several new tokens is left to the
     prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn.
     """
-    seq, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    seq, split = tl.program_id(0), tl.program_id(2)
     g_M = tl.arange(0, M)
-    head_M = kv_head * GROUP + g_M
-    is_row_M = g_M < GROUP
+    kv_head, head_M, is_row_M, num_heads = which_heads(g_M, GROUP, SHARE)
     start = tl.load(cu_seqlens_ptr + seq)
     end = tl.load(cu_seqlens_ptr + seq + 1)
     context = tl.load(context_lens_ptr + seq)
     if EVERY_TOKEN:
-        zero_row_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, GROUP, DV, M)
+        zero_row_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, num_heads, DV, M)
     else:
         end = tl.where(end - start == 1, end, start)
 
@@ -74,42 +74,32 @@ def decode_kernel(
         )
         row_M = token_M if EVERY_TOKEN else seq + g_M * 0
         store_state(
-            state,
-            out_ptr,
-            scratch,
-            token_M,
-            row_M,
-            num_rows,
-            head_M,
-            is_row_M,
-            split,
-            GROUP,
-            SPLITS,
-            DV,
-        )
+            state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads, split, SPLITS, DV
+        )  # fmt: skip
 
 
 @triton.jit
 def zero_row_of_nobody(
-    out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, GROUP: tl.constexpr, DV: tl.constexpr, M: tl.constexpr
+    out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, num_heads, DV: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """Zero the row with this sequence's number if it lies after the last sequence's tokens."""
     row = tl.program_id(0)
     covered = tl.load(cu_seqlens_ptr + tl.num_programs(0))
     is_nobodys = (tl.program_id(2) == 0) & (row >= covered) & (row < num_tokens)
     _, _, zeros = empty_state(None, False, head_M, is_row_M, M, DV)
-    at_M = (row.to(tl.int64) * tl.num_programs(1) * GROUP + head_M) * DV[0]
-    store_rows(out_ptr, zeros, at_M, tl.arange(0, M) < tl.where(is_nobodys, GROUP, 0), 1, DV)
+    at_M = (row.to(tl.int64) * num_heads + head_M) * DV[0]
+    store_rows(
+        out_ptr, zeros, at_M, is_row_M & (head_M < tl.where(is_nobodys, num_heads, 0)), 1, DV
+    )
 
 
 @triton.jit
 def store_state(
-    state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, split,
-    GROUP: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr,
+    state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads, split,
+    SPLITS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Store the result of the only split, or one split's state in its row of scratch."""
     top_M, sum_M, acc = state
-    num_heads = tl.num_programs(1) * GROUP
     if SPLITS == 1:
         at_M = (token_M.to(tl.int64) * num_heads + head_M) * DV[0]
         store_rows(

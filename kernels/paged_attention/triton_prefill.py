@@ -13,6 +13,7 @@ from .triton_tile import (
     first_key,
     load_queries,
     store_rows,
+    which_heads,
     write_rows,
 )
 
@@ -40,17 +41,16 @@ def prefill_kernel(
     cu_seqlens_ptr, context_lens_ptr, block_table_ptr, stride_table, slot_mapping_ptr,
     num_tokens, num_seqs, scale,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
-    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program a (block of Q tokens of one sequence, key head).
+    """One program a (block of Q tokens of one sequence, key head and share of its heads).
 
-    Row m is query m % GROUP of the key head's group, of the block's token m // GROUP. A block writes its tokens' keys
-    and values to the pages (W is Q rounded up to a power of two), and all read this step's from `k` and `v`.
+    Row m is head m % SHARE of the program's, of the block's token m // SHARE. A block writes its tokens' keys and
+    values to the pages (W is Q rounded up to a power of two), and all read this step's from `k` and `v`.
     Sequences with one new token are the decode kernel's.
     """
-    block, kv_head = tl.program_id(0), tl.program_id(1)
-    num_heads = tl.num_programs(1) * GROUP
+    block = tl.program_id(0)
     seq = find_sequence(cu_seqlens_ptr, num_seqs, block, Q)
     is_seq = seq < num_seqs
     start = tl.load(cu_seqlens_ptr + seq)
@@ -61,12 +61,12 @@ def prefill_kernel(
     to_token = tl.where(is_seq & (end - start == 1), from_token, to_token)
 
     m_M = tl.arange(0, M)
-    token_M = from_token + m_M // GROUP
-    head_M = kv_head * GROUP + m_M % GROUP
-    is_row_M = (m_M < Q * GROUP) & (token_M < to_token)
+    token_M = from_token + m_M // SHARE
+    kv_head, head_M, is_head_M, num_heads = which_heads(m_M % SHARE, GROUP, SHARE)
+    is_row_M = is_head_M & (m_M < Q * SHARE) & (token_M < to_token)
     pos = context + from_token - start
     q, queries = load_queries(
-        operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + m_M // GROUP, WINDOW, CHUNK, D
+        operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + m_M // SHARE, WINDOW, CHUNK, D
     )  # fmt: skip
     state = empty_state(extras[0], is_seq, head_M, is_row_M, M, DV)
     first = first_key(pos, WINDOW, CHUNK)

@@ -27,6 +27,11 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "decode, heads one to one": (Case((1, 1), (17, 5), heads=3, kv_heads=3), {}),
     "decode, one key head": (Case((1, 1), (17, 5), heads=5, kv_heads=1), {}),
     "decode, 20 heads a group": (Case((1, 1), (17, 5), heads=20, kv_heads=1), {}),
+    "decode, heads shared out": (Case((1, 1, 0), (17, 5, 1), heads=71, kv_heads=1, padding=1), {}),
+    "mixed, heads shared out": (
+        Case((2, 1), (7, 5), heads=74, kv_heads=2, width=130, padding=1),
+        {},
+    ),
     "decode, split": (
         Case((1, 0, 1, 1), (0, 6, 9, 150), page_size=16),
         {"splits": 3, "min_split": 4},
@@ -84,6 +89,7 @@ COMPILED: dict[str, Case] = {
     "bfloat16, 576 and 512": Case(
         (3, 1), (5, 8), 16, 1, 576, 512, 16, window=9, dtype=torch.bfloat16
     ),
+    "float32, 576 and 512": Case((3, 1), (5, 8), 16, 1, 576, 512, 16),
     "float16, 96 and 80, everything": Case(
         (3, 1), (5, 8), 6, 2, 96, 80, 16, 0, 9, 7, 2.0, sinks=True, reach=3, dtype=torch.float16
     ),
@@ -160,7 +166,8 @@ def compile_kernels(case: Case) -> None:
                 for i, name in enumerate(names)
             }
             source = ASTSource(self.kernel, signature, constants, hints)
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert code.metadata.shared <= SHARED_MEMORY
 
     kernels = ("decode_kernel", "combine_kernel", "prefill_kernel")
     originals = {name: getattr(launcher, name) for name in kernels}
@@ -172,6 +179,9 @@ def compile_kernels(case: Case) -> None:
         for name in kernels:
             setattr(launcher, name, originals[name])
 
+
+SHARED_MEMORY = 232448
+"""Bytes a block may have on Hopper."""
 
 TYPES = {
     torch.float32: "*fp32",
