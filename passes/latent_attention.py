@@ -81,7 +81,7 @@ def check(core: Core) -> Latent | Declined:
     maps = [(piece, _linear(piece.element, token, piece.index, core.axes.h)) for piece in pieces]
     linear = [(piece, found) for piece, found in maps if isinstance(found, LinearMap)]
     if len(linear) != 1:
-        return Declined(_no_map(maps), core.closer, 0.2)
+        return Declined(_no_map(maps), core.closer, 0.2 if linear else 0.0)
     piece, keys = linear[0]
     shared = _beside(element, feature, piece)
     if isinstance(shared, Declined):

@@ -83,7 +83,9 @@ class LiveWeights:
         slots = []
         for attribute, full in names.items():
             prefix, _, name = full.rpartition(".")
-            slots.append((model.get_submodule(prefix), name, attribute))
+            owner = model.get_submodule(prefix)
+            if hasattr(owner, name):  # constants of the trace have a name in the graph alone
+                slots.append((owner, name, attribute))
         return cls(tuple(slots), merged)
 
     def refresh(self, module: fx.GraphModule) -> int:
