@@ -197,7 +197,10 @@ _engines: dict[str, Any] = {}
 
 def _engine(options: argparse.Namespace, results: dict[str, Any]) -> tuple[Any, Work, Ceilings]:
     """The engine of the large shape, wrapped once, with the seconds that it took."""
+    if "start" in results and options.shape not in _engines:
+        raise RuntimeError("the engine could not be made: see above")
     if options.shape not in _engines:
+        results["start"] = {}
         device = torch.device(options.device)
         begin = time.perf_counter()
         model = build_shape(

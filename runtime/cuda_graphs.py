@@ -26,14 +26,43 @@ class CaptureError(RuntimeError):
     """A decode step cannot be recorded as a CUDA graph: which operator stands in the way."""
 
 
+Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
+"""Records a call without arguments: what repeats it, and where its result is after each repetition."""
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """A graph of one bucket, the buffer that its metadata is copied to, and where it leaves the logits."""
+    """A step of one bucket: what repeats it, the buffer its metadata is copied to, and where it leaves the logits."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     layout: Layout
     buffer: torch.Tensor
     logits: torch.Tensor
+
+
+class CudaRecorder:
+    """Records CUDA graphs, whose memory is shared: no two of them are under way at once."""
+
+    def __init__(self) -> None:
+        self._memory = torch.cuda.graph_pool_handle()
+
+    def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """A graph of `call`, which is run twice before: what is built at a first call must not be recorded."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                result = call()
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            raise CaptureError(str(error)) from error
+        return graph.replay, result
 
 
 def buckets(largest: int) -> list[int]:
@@ -48,7 +77,7 @@ class DecodeGraphs:
     """Runs decode steps of at most `max_requests` sequences whose pages are at most `max_pages` each.
 
     `forward` maps a step's inputs by name to logits, `pools` are its caches by name, and `last_tokens` has by slot what
-    a PENDING token stands for.
+    a PENDING token stands for. `explain` names the operator that keeps a step with these inputs from being recorded.
     """
 
     def __init__(
@@ -58,14 +87,17 @@ class DecodeGraphs:
         last_tokens: torch.Tensor,
         max_requests: int,
         max_pages: int,
+        recorder: Recorder | None = None,
+        explain: Callable[[Mapping[str, torch.Tensor]], str] = lambda inputs: "",
     ) -> None:
         device = last_tokens.device
+        self._record_call = recorder or CudaRecorder()
+        self._explain = explain
         self._forward = forward
         self._pools = pools
         self._last_tokens = last_tokens
         self._buckets = buckets(max_requests)
         self._recorded: dict[int, Recorded] = {}
-        self._memory = torch.cuda.graph_pool_handle()
         self._table = torch.zeros(
             self._buckets[-1], max(2, max_pages), dtype=torch.int32, device=device
         )
@@ -89,7 +121,7 @@ class DecodeGraphs:
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         table = arrays["block_table"]
         self._table[:count, : table.shape[1]] = upload({"": table}, self._table.device)[""]
-        recorded.graph.replay()
+        recorded.replay()
         return recorded.logits
 
     def forget(self) -> None:
@@ -105,21 +137,12 @@ class DecodeGraphs:
             "block_table": self._table[:bucket],
             **self._pools,
         }
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is built at a first call must not be recorded
-            self._step(inputs)
-            self._step(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
-                logits = self._step(inputs)
-        except RuntimeError as error:
-            torch.cuda.synchronize()
-            raise CaptureError(f"a decode step of {bucket} sequences: {error}") from error
-        return Recorded(graph, layout, buffer, logits)
+            replay, logits = self._record_call(lambda: self._step(inputs))
+        except CaptureError as error:
+            operator = self._explain(inputs) or "a decode step"
+            raise CaptureError(f"{operator} cannot be recorded: {error}") from error
+        return Recorded(replay, layout, buffer, logits)
 
     def _step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ids = inputs["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from regraft.rewriter.declare import RowSpec, StateSpec
 
 from .batch import Batch, build_batch, pad
 from .compiled import SMALLEST, CompiledProgram, GraphModel
-from .cuda_graphs import CaptureError, DecodeGraphs
+from .cuda_graphs import CaptureError, DecodeGraphs, operator_that_waits
 from .pages import BlockTables
 from .request import PENDING, Span
 from .staging import Arrays, upload
@@ -150,9 +151,10 @@ class Runner:
         return DecodeGraphs(
             self._compiled,
             self.pools,
+            self.last_tokens,
             min(max_requests, capacity.num_slots - 1),
             pages,
-            self.model.device,
+            explain=partial(operator_that_waits, self._compiled.program),
         )
 
 

@@ -52,7 +52,8 @@ class Layout:
 
         torch reuses pinned memory only when the copies from it are done, so a buffer a step is safe, and cheap.
         """
-        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        pins = torch.cuda.is_available()
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pins)
         self.fill(buffer, arrays)
         return buffer
 

@@ -1,0 +1,129 @@
+"""Decode steps by bucket on the CPU, where a recorded step is simply called again: what is copied, padded and kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from regraft.runtime import cuda_graphs
+from regraft.runtime.cuda_graphs import CaptureError, DecodeGraphs, buckets
+from tests.runtime.engines import assert_idle, make_engine, make_prompts
+from tests.runtime.test_fuzz import CROWDS, Crowd
+from tests.runtime.toy import ToyModel
+
+
+def called_again(call):
+    """Records as a CUDA graph does: the result is always in the same place."""
+    result = call().clone()
+    return lambda: result.copy_(call()), result
+
+
+def use_graphs(engine, monkeypatch, recorder=called_again):
+    # Sequences that fill a bucket up share the scratch slot, which the toy would not allow.
+    monkeypatch.setattr("tests.runtime.toy.check_inputs", lambda *a: None)
+    runner = engine._loop.runner
+    runner._graphs = DecodeGraphs(
+        engine.model.forward, runner.pools, runner.last_tokens, engine.config.max_requests, 60, recorder,
+        explain=lambda inputs: "toy.item",
+    )  # fmt: skip
+    return runner
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 128, 1000])
+def test_buckets_hold_every_batch_and_waste_little(largest):
+    sizes = buckets(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max(2, largest)
+    for count in range(1, largest + 1):
+        bucket = next(size for size in sizes if size >= count)
+        assert bucket <= max(2, 2 * count, count + 8 + count // 8)
+    assert len(sizes) < 16 + largest / 32
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("number", range(len(CROWDS)))
+def test_a_crowd_gets_what_a_run_alone_gives(number, overlaps, monkeypatch):
+    model, fields = CROWDS[number]
+    crowd = Crowd(number, model, {**fields, "overlaps": overlaps})
+    runner = use_graphs(crowd.engine, monkeypatch)
+    crowd.run(200)
+    crowd.check()
+    assert runner._graphs._recorded
+
+
+def test_a_batch_that_shrinks_to_one_and_grows_again(monkeypatch):
+    engine = make_engine(overlaps=True)
+    runner = use_graphs(engine, monkeypatch)
+    prompts = make_prompts(8, longest=3)
+    for lengths in ([3, 6, 9, 12, 15, 18, 21, 24], [24, 2, 2, 2, 2, 2, 2, 2]):
+        outputs = engine.generate(prompts, max_new_tokens=lengths)
+        for prompt, length, output in zip(prompts, lengths, outputs):
+            assert output.token_ids == ToyModel().continue_greedily(prompt, length)
+    assert set(runner._graphs._recorded) == {2, 4, 8}
+    assert_idle(engine)
+
+
+def refuse(call):
+    raise CaptureError("operation not permitted when stream is capturing")
+
+
+def test_a_step_that_cannot_be_recorded_runs_without_and_says_so(monkeypatch):
+    engine = make_engine()
+    runner = use_graphs(engine, monkeypatch, refuse)
+    (output,) = engine.generate([[1, 2, 3]], max_new_tokens=4)
+    assert output.token_ids == ToyModel().continue_greedily([1, 2, 3], 4)
+    (note,) = runner._notes
+    assert note.startswith(
+        "decode steps run without CUDA graphs: toy.item cannot be recorded: oper"
+    )
+
+
+def test_a_step_that_must_be_recorded_and_cannot_is_an_error(monkeypatch):
+    engine = make_engine()
+    runner = use_graphs(engine, monkeypatch, refuse)
+    runner._needs_graphs = True
+    with pytest.raises(CaptureError, match=r"toy\.item cannot be recorded"):
+        engine.generate([[1, 2, 3]], max_new_tokens=4)
+
+
+def never_updates_pages(monkeypatch):
+    upload = cuda_graphs.upload
+    monkeypatch.setattr(
+        cuda_graphs, "upload", lambda arrays, device: {n: t * 0 for n, t in upload(arrays, device).items()}
+    )  # fmt: skip
+
+
+def takes_pending_for_a_token(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "PENDING", -2)
+
+
+@pytest.mark.parametrize(
+    "fault", [never_updates_pages, takes_pending_for_a_token], ids=lambda fault: fault.__name__
+)
+def test_a_fault_is_seen(fault, monkeypatch):
+    fault(monkeypatch)
+    model, fields = CROWDS[0]
+    crowd = Crowd(0, model, {**fields, "overlaps": True})
+    use_graphs(crowd.engine, monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        run_and_check(crowd)
+
+
+def run_and_check(crowd):
+    crowd.run(200)
+    crowd.check()
+
+
+@pytest.mark.gpu
+def test_a_real_graph_follows_its_inputs_and_names_what_waits():
+    recorder = cuda_graphs.CudaRecorder()
+    x = torch.zeros(4, device="cuda")
+    replay, result = recorder(lambda: x * 2 + 1)
+    for value in (3.0, -1.0):
+        x.fill_(value)
+        replay()
+        assert result.tolist() == [2 * value + 1] * 4
+    with pytest.raises(CaptureError):
+        recorder(lambda: x * x.sum().item())
+    replay()
+    assert result.tolist() == [-1.0] * 4
