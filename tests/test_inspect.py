@@ -1,0 +1,110 @@
+"""Reports of published shapes from a configuration alone: no weights, the meta device, minutes at most."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+import regraft
+from regraft.__main__ import main
+
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+BF16 = torch.bfloat16
+
+
+def inspected(config: PreTrainedConfig) -> regraft.RewriteReport:
+    config.dtype = BF16
+    report = regraft.inspect(config)
+    assert report.expected == report.found
+    assert all(layer.served == "grafted" for layer in report.layers)
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_qwen3_8b() -> None:
+    report = inspected(Qwen3Config(**QWEN3_8B))
+    assert len(report.layers) == 36
+    assert report.bytes_per_token == 36 * 2 * 8 * 128 * 2
+    assert report.bytes_per_request == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_deepseek_v3_keeps_one_latent_row_a_layer() -> None:
+    """The configuration's defaults are the published model: 61 layers, latents of 512, a rotary key of 64."""
+    report = inspected(DeepseekV3Config())
+    assert [layer.kind for layer in report.layers] == ["latent attention"] * 61
+    assert report.bytes_per_token == 61 * (512 + 64) * 2 == 70_272
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mamba_codestral_7b() -> None:
+    """The configuration's defaults are the published model: 64 layers, 128 heads of 64, states of 128."""
+    report = inspected(Mamba2Config())
+    assert Counter(layer.kind for layer in report.layers) == {"conv": 64, "ssd": 64}
+    assert report.bytes_per_token == 0
+    state, conv = 128 * 64 * 128 * 4, (2 * 4096 + 2 * 8 * 128) * 3 * 2
+    assert report.bytes_per_request == 64 * (state + conv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_qwen3_next_80b() -> None:
+    """The configuration's defaults are the published model: 48 layers, every fourth with full attention."""
+    report = inspected(Qwen3NextConfig())
+    assert Counter(layer.kind for layer in report.layers) == {
+        "conv": 36,
+        "delta_rule": 36,
+        "attention": 12,
+    }
+    assert report.bytes_per_token == 12 * 2 * 2 * 256 * 2
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`regraft inspect FOLDER` prints a table, `--json` data, `--html` writes a page that loads nothing."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    page = tmp_path / "report.html"
+    assert main(["inspect", str(tmp_path), "--json", "--strict", "--html", str(page)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["schema_version"] == 1
+    assert [layer["path"] for layer in data["layers"]] == [
+        "model.layers.0.self_attn",
+        "model.layers.1.self_attn",
+    ]
+    text = page.read_text()
+    assert "model.layers.1.self_attn" in text
+    assert (
+        "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+    )
+    report = regraft.inspect(tmp_path / "config.json")
+    assert "2 grafted" in str(report)
+    assert "regraft::paged_attention" in report.explain("model.layers.1")
+    with pytest.raises(KeyError, match="nothing mixes tokens at 'lm_head'"):
+        report.explain("lm_head")
