@@ -560,7 +560,10 @@ def place(p: Program, c: Chooser) -> fx.Node | None:
     other = tensor(
         p, c, lambda n: n.meta["dtype"] == node.meta["dtype"] and shape(n) == shape(node)
     )
-    at, kind = dim_of(c, node), c.below(4)
+    at, kind = dim_of(c, node) % len(shape(node)), c.below(4)
+    rest = [size for d, size in enumerate(shape(node)) if d != at]
+    if kind < 2 and is_float(node) and all(isinstance(size, int) for size in rest):
+        other = p.weight(*rest[:at], 3, *rest[at:])  # type: ignore[arg-type]
     if kind == 0:
         return p.call(
             aten.select_scatter.default, node, p.call(aten.select.int, other, at, 1), at, 0
@@ -642,8 +645,11 @@ MAKERS: tuple[Maker, ...] = (
 )  # fmt: skip
 
 
-def program(c: Chooser, length: int) -> Program:
-    """Rows in a few layouts, a mask of pairs, and `length` operations on what there is."""
+def program(c: Chooser, length: int, favourite: Maker | None = None) -> Program:
+    """Rows in a few layouts, a mask of pairs, and `length` operations on what there is.
+
+    With a favourite, every other operation is that one.
+    """
     p = Program()
     rows = p.call(aten.embedding.default, p.weight(12, 4), p.ids)
     flat = p.call(
@@ -655,6 +661,7 @@ def program(c: Chooser, length: int) -> Program:
     p.call(aten.reshape.default, flat, [p.tokens, 3, 2])
     p.weight(4), p.weight(3, 4)
     for _ in range(length):
-        c.pick(MAKERS)(p, c)
+        maker = favourite if favourite is not None and c.chance(2) else c.pick(MAKERS)
+        maker(p, c)
     p.graph.output((p.tensors[-1],))
     return p

@@ -22,8 +22,8 @@ from .toys import HIDDEN, Mix, Toy, rewritten, rows_read, serves, text
 SERVED = [
     toys.rows_only, toys.merged_view, toys.experts, toys.temperature, toys.learned_places, toys.running_mean,
     toys.shift_right, toys.first_token, toys.short_convolution, toys.place_in_expert, toys.attention,
-    toys.softmax_by_hand, toys.packed_mask, toys.indexed_attention, toys.best_earlier_token, toys.shared_index, toys.two_readers,
-    toys.two_layers, toys.grown_rows, toys.blocks,
+    toys.softmax_by_hand, toys.packed_mask, toys.indexed_attention, toys.best_earlier_token, toys.shared_index,
+    toys.two_readers, toys.two_layers, toys.grown_rows, toys.blocks,
 ]  # fmt: skip
 NOT_CAUSAL = {
     toys.length_switch: "aten.mul.Tensor",
