@@ -6,6 +6,7 @@ import time
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from regraft.loading import meta_model
@@ -170,6 +171,7 @@ def _longest_sample(engine: Engine) -> int:
     return min(limit, engine.max_cached) if limit is not None else engine.max_cached
 
 
+@torch.no_grad()
 def _test_replays(engine: Engine, model: nn.Module, state: Rewriting) -> None:
     """Measure the contract of every replayed region on one text run through the engine."""
     replays = [(served, served.replay) for served in state.served if served.replay is not None]

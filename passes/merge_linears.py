@@ -66,9 +66,7 @@ def _parameter(operand: object, module: fx.GraphModule) -> nn.Parameter | None:
 
 
 def _group(nodes: list[fx.Node]) -> Group:
-    operands = [
-        [str(operand.target) for operand in node.args[1:] if operand is not None] for node in nodes
-    ]  # type: ignore[union-attr]
+    operands = [[str(n.target) for n in node.args[1:] if isinstance(n, fx.Node)] for node in nodes]
     biases = tuple(names[1] for names in operands if len(names) > 1)
     return Group(tuple(nodes), tuple(names[0] for names in operands), biases)
 

@@ -68,7 +68,7 @@ def build_batch(
     positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], counts)
     width = 1 + int(positions.max()) // page_size if page_size else 1
     tables.widen(width)
-    arrays = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": _row([t for s in spans for t in s.request.tokens[s.start : s.end]]),
         "position_ids": _row(positions),
         "cu_seqlens": cu_seqlens.astype(np.int32),

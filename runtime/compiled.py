@@ -19,7 +19,7 @@ from regraft.rewriter.declare import RowSpec, StateSpec
 
 from .program import Body, Program
 
-Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 SMALLEST = 2
 """Compiled code may take a size of 1 for a constant: no varying size is ever less than this."""
@@ -77,7 +77,7 @@ class CompiledProgram:
         return self.program(inputs)
 
     def _prepare(self, body: nn.Module) -> Body:
-        def backend(graph: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def backend(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
             if self._is_warm:
                 self._leave_out(body)
                 return graph.forward
@@ -96,11 +96,8 @@ class CompiledProgram:
         page_size = next((pools[row.name].shape[1] for row in model.rows), 1)
         taken = {size for pool in pools.values() for size in pool.shape[:1]}
         batches = [
-            {
-                **_scratch(max(tokens, model.min_tokens), *rest, page_size, taken, model.device),
-                **pools,
-            }
-            for tokens, *rest in _SIZES
+            {**_scratch(sizes, page_size, model.min_tokens, taken, model.device), **pools}
+            for sizes in _SIZES
         ]
         varying = self._varying(batches)
         self._add_pools(varying, pools)
@@ -166,15 +163,15 @@ class CompiledProgram:
 
 
 def _scratch(
-    tokens: int,
-    seqs: int,
-    rows: int,
-    pages: int,
+    sizes: tuple[int, int, int, int],
     page_size: int,
+    min_tokens: int,
     taken: set[int],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Metadata of a step that touches nothing but the scratch page and slot; no size of it is one of `taken`."""
+    tokens, seqs, rows, pages = sizes
+    tokens = max(tokens, min_tokens)
     pages += -(-tokens // (seqs * max(page_size, 1)))  # host code reads the pages of all tokens
     while taken & {tokens, seqs, rows, pages}:
         tokens, seqs, rows, pages = tokens + 1, seqs + 1, rows + 1, pages + 1

@@ -50,7 +50,7 @@ class Program:
             if step.body not in bodies:
                 bodies[step.body] = step.body if step.on_host else prepare(step.body)
         last_use = {node: at for at, step in enumerate(self.steps) for node in step.inputs}
-        (self._result,) = module.graph.output_node().args[0]  # type: ignore[misc]
+        (self._result,) = module.graph.output_node().args[0]
         self.calls = [self._call(at, step, bodies, last_use) for at, step in enumerate(self.steps)]
         self._weights = [
             (place, str(node.target))
@@ -58,6 +58,7 @@ class Program:
             if node.op == "get_attr"
         ]
         self._template: list[Any] = []
+        self._addresses: list[int] = []
         self.refresh()
 
     @property
