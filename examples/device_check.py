@@ -18,9 +18,9 @@ import statistics
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--families", default="all", help="names, or all")
     parser.add_argument("--compiled", default="qwen3,gemma2,qwen3_moe,gpt_oss", help="names")
     parser.add_argument("--workers", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=300.0, help="for the families of a part")
     parser.add_argument("--shape", default="qwen3-8b")
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--new", type=int, default=256)
@@ -88,19 +89,30 @@ def families(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, 
 
     chosen = names(*range(14)) if options.families == "all" else options.families.split(",")
     jobs = [(name, options.device, {"compile": False}) for name in chosen]
-    context = get_context("spawn")
-    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
-        outcomes = list(pool.map(check_family, jobs))
-    return _print_families(outcomes)
+    return _check_all(jobs, options.workers, options.seconds)
 
 
 def compiled(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     """A few tiny families, compiled and from CUDA graphs."""
     config = {"compile": True, **({"cuda_graphs": True} if options.device == "cuda" else {})}
     jobs = [(name, options.device, config) for name in options.compiled.split(",")]
-    context = get_context("spawn")
-    with ProcessPoolExecutor(min(4, options.workers), mp_context=context) as pool:
-        outcomes = list(pool.map(check_family, jobs))
+    return _check_all(jobs, min(4, options.workers), options.seconds)
+
+
+def _check_all(
+    jobs: list[tuple[str, str, dict[str, Any]]], workers: int, seconds: float
+) -> dict[str, Any]:
+    """As many families as the time allows, side by side, the others named."""
+    deadline = time.perf_counter() + seconds
+    outcomes = []
+    with get_context("spawn").Pool(workers) as pool:
+        waiting = [(job[0], pool.apply_async(check_family, (job,))) for job in jobs]
+        for name, outcome in waiting:
+            try:
+                outcomes.append(outcome.get(max(0.0, deadline - time.perf_counter())))
+            except TimeoutError:
+                outcomes.append({"name": name, "unfinished": True})
+        pool.terminate()
     return _print_families(outcomes)
 
 
@@ -118,7 +130,11 @@ def _print_families(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
             )
         for note in outcome.get("notes", ()):
             print(f"{name}: {note}")
-    print(f"{len(outcomes) - wrong} of {len(outcomes)} families right in float32")
+    unfinished = [outcome["name"] for outcome in outcomes if "unfinished" in outcome]
+    right = len(outcomes) - wrong - len(unfinished)
+    print(
+        f"{right} of {len(outcomes)} families right in float32; no time was left for {unfinished}"
+    )
     return {outcome["name"]: outcome for outcome in outcomes}
 
 
@@ -293,7 +309,7 @@ def _step_seconds(engine: Any, contexts: list[int], device: str) -> float:
         from _floor import median_seconds
 
         bucket = min(b for b in runner._graphs._recorded if b >= len(contexts))
-        return median_seconds(runner._graphs._recorded[bucket].graph.replay)
+        return median_seconds(runner._graphs._recorded[bucket].replay)
     return statistics.median(times[3:])
 
 
@@ -322,12 +338,10 @@ def load(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]
             f"{options.requests} requests: {seconds:.2f} s, {rate:.0f} tok/s, {floor / seconds:.3f} of the floor"
         )
     for batch in map(int, options.batches.split(",")):
-        seconds = _generate(engine, [16] * batch, options.new, options.device)
-        found[f"short {batch}"] = batch * options.new / seconds
-        print(
-            f"{batch} x 16 tokens, {options.new} new: {batch * options.new / seconds:.0f} tok/s",
-            flush=True,
-        )
+        new = 2 * options.new
+        seconds = _generate(engine, [16] * batch, new, options.device)
+        found[f"short {batch}"] = batch * new / seconds
+        print(f"{batch} x 16 tokens, {new} new: {batch * new / seconds:.0f} tok/s", flush=True)
     found["allocated GB"] = (
         torch.cuda.max_memory_allocated() / 1e9 if options.device == "cuda" else 0
     )
@@ -370,11 +384,13 @@ def profile(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
     with torch.profiler.profile(activities=activities) as profiler:
         runner.run(batch)
         _wait(options.device)
-    print(
-        profiler.key_averages().table(
-            sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70
-        )
-    )
+    rows = [
+        (event.self_device_time_total, event.count, event.key) for event in profiler.key_averages()
+    ]
+    rows = [row for row in sorted(rows, reverse=True) if row[0] > 0]
+    print(f"{sum(row[0] for row in rows) / 1e3:.3f} ms in {sum(row[1] for row in rows)} kernels")
+    for time_us, number, name in rows[:25]:
+        print(f"{time_us / 1e3:9.3f} ms {number:5d} x {name[:90]}")
     import cProfile
     import pstats
 
@@ -384,8 +400,10 @@ def profile(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
     engine.generate(prompts, max_new_tokens=40, do_sample=False)
     watched.disable()
     pstats.Stats(watched).sort_stats("tottime").print_stats(22)
-    return {}
+    return {"kernels": rows[:60]}
 
+
+warnings.filterwarnings("ignore")
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
