@@ -60,7 +60,7 @@ def capture(model: nn.Module) -> CapturedGraph:
     with untouched(model), torch.no_grad():
         model.eval()
         row = _PackedRow(model, OpaqueModules(model, settings))
-        with settings(model), leaves_in_place(model):
+        with settings(model):
             program, symbol, where = _trace(row)
     captured = lift(program, row, _PREFIX, symbol, where)
     normalize(captured.module)
@@ -113,7 +113,7 @@ def implementations(model: nn.Module) -> Settings:
         with untouched(module):
             for config in configs:
                 vars(config).update(chosen)
-                config.return_dict = True
+                config.return_dict, config.use_cache = True, False
             yield
 
     return select
@@ -137,7 +137,7 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
 
     row.watch = watch = Watch(names, refuse_fixed)
     try:
-        with watch, row.opaque.in_place():
+        with watch, leaves_in_place(row.model), row.opaque.in_place():
             program = _export(row)
     except (
         RuntimeError
@@ -149,21 +149,22 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
         row.watch = None
     assert watch.symbol is not None and watch.shape_env is not None
     where = _interval(watch, 0, len(watch.shape_env.guards))
-    return program.run_decompositions({}), watch.symbol, where
+    with quiet():
+        return program.run_decompositions({}), watch.symbol, where
 
 
 def _export(row: _PackedRow) -> ExportedProgram:
     device = next(row.parameters()).device
     ids = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device=device)
     positions = torch.arange(EXAMPLE_TOKENS, device=device)[None]
-    with sdpa_kernel(SDPBackend.MATH), _quiet():
+    with sdpa_kernel(SDPBackend.MATH), quiet():
         return torch.export.export(
             row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
         )
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Export explains at length what is read from its guards here, and prints the graph so far when it fails."""
     loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental")]
     levels = [logger.level for logger in loggers]
