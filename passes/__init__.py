@@ -6,6 +6,7 @@ from regraft.passes import (
     attention,
     causal_conv,
     causal_window,
+    decayed_linear,
     delta_rule,
     experts,
     kda,
@@ -30,6 +31,7 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     kda.PASS,  # delta rule with a gate per channel
     ssd.PASS,  # Mamba-2's scan
     selective_scan.PASS,  # Mamba-1's scan
+    decayed_linear.PASS,  # a module's loop over blocks of linear attention with a constant decay
 )
 
 __all__ = ["PIPELINE"]

@@ -11,7 +11,8 @@ every rewrite:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -34,8 +35,8 @@ class CapturedGraph:
     """
 
     module: fx.GraphModule
-    weights: Mapping[str, torch.Tensor]
-    weight_names: Mapping[str, str] = field(default_factory=dict)
+    weights: MutableMapping[str, torch.Tensor]
+    weight_names: MutableMapping[str, str] = field(default_factory=dict)
     min_tokens: int = 1
     max_tokens: int | None = None
 
@@ -48,6 +49,42 @@ class CapturedGraph:
         """The node that holds logits [1, T, vocab]."""
         (result,) = self.graph.output_node().args[0]
         return result
+
+    def add_weight(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A node that reads the weight with this full name in the model, new or as there is one already."""
+        known = {full: attribute for attribute, full in self.weight_names.items()}
+        if name not in known:
+            attribute = self._hold("w_" + name, tensor)
+            self.weights[attribute], self.weight_names[attribute] = tensor, name
+            known[name] = attribute
+        return self._reader(known[name], tensor)
+
+    def add_constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A node that reads a tensor of the graph's own, which is no weight of the model."""
+        return self._reader(self._hold("c_" + name, tensor), tensor)
+
+    def _hold(self, name: str, tensor: torch.Tensor) -> str:
+        """Registers the tensor under a name like this, and says which."""
+        plain = re.sub(r"\W", "_", name)
+        attribute, taken = plain, 1
+        while hasattr(self.module, attribute):
+            taken += 1
+            attribute = f"{plain}_{taken}"
+        if isinstance(tensor, torch.nn.Parameter):
+            self.module.register_parameter(attribute, tensor)
+        else:
+            self.module.register_buffer(attribute, tensor, persistent=False)
+        return attribute
+
+    def _reader(self, attribute: str, tensor: torch.Tensor) -> fx.Node:
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and node.target == attribute:
+                return node
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_before(first):
+            node = self.graph.get_attr(attribute)
+        node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype, path="", source="")
+        return node
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:

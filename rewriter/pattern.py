@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .declare import RowSpec, StateSpec
-from .graph import Size, describe
+from .graph import CapturedGraph, Size, describe
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Grafting:
     graph: fx.Graph
     inputs: dict[str, fx.Node]
     new_input: Callable[[str], fx.Node]
+    captured: CapturedGraph
     row_specs: list[RowSpec] = field(default_factory=list)
     state_specs: list[StateSpec] = field(default_factory=list)
     mask: str = ""
@@ -105,6 +106,14 @@ class Grafting:
         spec = StateSpec(f"{self.region.path}:{name}", tuple(shape), dtype)
         self.state_specs.append(spec)
         return self._input(spec.name)
+
+    def weight(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """The node of a weight of the model, by its full name. It stays live: see artifact.LiveWeights."""
+        return self.captured.add_weight(name, tensor)
+
+    def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor that the pass made itself, on the device it belongs to."""
+        return self.captured.add_constant(name, tensor)
 
     def call(
         self,

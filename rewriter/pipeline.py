@@ -94,7 +94,7 @@ class Rewriting:
         self._open = None
 
     def grafting(self, region: Region) -> Grafting:
-        return Grafting(region, self.graph, self.inputs, self.new_input)
+        return Grafting(region, self.graph, self.inputs, self.new_input, self.captured)
 
 
 def rewrite(

@@ -1,0 +1,220 @@
+"""A module whose loop over blocks of tokens is linear attention with a constant decay -> the operator, and the rest of
+the module around it.
+
+    before   module_leaf([x [1, T, C], ...])
+    after    what the module computes before its scan, regraft.decayed_linear(...), what it computes after it
+
+Found within one block, where the loop runs once (passes/decayed_scan.py). That the module goes on like this from block
+to block is measured, on random rows, against its own forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from regraft.rewriter.errors import RewriteError
+from regraft.rewriter.graph import TOKENS, is_aten
+from regraft.rewriter.leaf_trace import ROWS, LeafTrace, trace_leaf
+from regraft.rewriter.leaves import LeafUnsupported
+from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
+from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.rewriter.pipeline import Rewriting
+from regraft.rewriter.pipeline import rewrite as rewrite_graph
+
+from . import decayed_scan
+from .leaf_rows import own_state
+
+aten = torch.ops.aten
+
+SHORT = 7
+"""Tokens that the module is traced over. One with shorter blocks is declined."""
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""Largest difference over several blocks, as a part of the largest magnitude. A state is always float32."""
+
+METADATA = ("cu_seqlens", "context_lens", "state_slots")
+
+
+@dataclass(frozen=True)
+class LeafCall:
+    """A region that is one result (number `result`) of a module leaf."""
+
+    region: Region
+    leaf: fx.Node
+    result: int
+
+    @property
+    def call(self) -> ModuleCall:
+        call: ModuleCall = self.leaf.meta["leaf"]
+        return call
+
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        return tuple(self.leaf.args[0])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The module as a graph with the operator in it."""
+
+    found: LeafCall
+    trace: LeafTrace
+    state: Rewriting
+
+
+def pattern(region: Region) -> LeafCall | Declined:
+    """A result of a module that capture could not look into."""
+    closer = region.closer
+    if closer.target is not operator.getitem or not is_module_leaf(closer.args[0]):
+        return Declined("not a module that was kept whole", closer)
+    return LeafCall(region, closer.args[0], closer.args[1])
+
+
+def check(found: LeafCall) -> Plan | Declined:
+    """One scan in it and nothing else that mixes, of rows only, and the same over several blocks."""
+    plan = _look(found)
+    if isinstance(plan, Declined):
+        return plan
+    state = plan.state
+    read = {str(node.target) for node in state.graph.nodes if node.op == "get_attr"}
+    for i, node in enumerate(found.given):
+        if plan.trace.tables.get(i) in read and node not in found.region.inputs:
+            return Declined("the module reads what is not one row per token", node, 0.7)
+    error = difference(plan)
+    dtype = found.region.closer.meta["dtype"]
+    if not error <= TOLERANCE.get(dtype, 0.0):
+        return Declined(
+            f"over several blocks the module is not this linear attention: {error:.1e} off",
+            found.region.closer,
+            0.9,
+        )
+    return plan
+
+
+def _look(found: LeafCall) -> Plan | Declined:
+    """The module over few tokens, its scan grafted."""
+    closer = found.region.closer
+    try:
+        trace = trace_leaf(found.call, found.given, found.result, SHORT)
+    except LeafUnsupported as problem:
+        return Declined(str(problem), closer, 0.1)
+    placeholders = (node for node in trace.captured.graph.nodes if node.op == "placeholder")
+    waiting = {node.target for node in placeholders if node.users}
+    for i, name in trace.others.items():
+        if name in waiting:
+            return Declined("the module reads what is not [1, T, C]", found.given[i], 0.5)
+    try:
+        state = rewrite_graph(
+            trace.captured, [decayed_scan.ZEROS, decayed_scan.PASS], fallback="refuse"
+        )
+    except RewriteError as problem:
+        return Declined(f"over {SHORT} tokens, {problem.problem}", closer, 0.3)
+    if len(state.served) != 1:
+        return Declined(f"{len(state.served)} scans over {SHORT} tokens", closer, 0.3)
+    return Plan(found, trace, state)
+
+
+@torch.no_grad()
+def difference(plan: Plan) -> float:
+    """The largest difference to the module's own forward on random rows of several blocks, as a part of the largest
+    magnitude.
+    """
+    captured, call = plan.trace.captured, plan.found.call
+    block = (captured.max_tokens or 64) + 1
+    length = 2 * block + block // 2 + 1
+    device = next(t.device for t in captured.weights.values())
+    random = torch.Generator().manual_seed(0)
+    given = []
+    for i, node in enumerate(plan.found.given):
+        shape = [length if size == TOKENS else int(size) for size in node.meta["shape"]]
+        tensor = torch.zeros(shape, dtype=node.meta["dtype"], device=device)
+        if i in plan.trace.tables:
+            tensor.copy_(torch.randn(shape, generator=random))
+            captured.module.get_parameter(plan.trace.tables[i]).data = tensor[0]
+        given.append(tensor)
+    expected = call.run(given, [])[plan.found.result].double()
+    inputs = _one_sequence(plan.state, length, device)
+    order = [node for node in captured.graph.nodes if node.op == "placeholder"]
+    actual = captured.module(*[inputs.get(node) for node in order])[0].double()
+    largest = float(expected.abs().max())
+    return float((actual - expected).abs().max()) / largest if largest else float("nan")
+
+
+def _one_sequence(
+    state: Rewriting, length: int, device: torch.device
+) -> dict[fx.Node, torch.Tensor]:
+    """Inputs of the grafted graph for the rows of its tables, in order, as one new sequence."""
+    values = {
+        "input_ids": torch.arange(length)[None],
+        "cu_seqlens": torch.tensor([0, length], dtype=torch.int32),
+        "context_lens": torch.tensor([0], dtype=torch.int32),
+        "state_slots": torch.tensor([1]),
+    }
+    for served in state.served:
+        for spec in served.states:
+            values[spec.name] = torch.zeros(2, *spec.shape, dtype=spec.dtype)
+    return {state.inputs[name]: value.to(device) for name, value in values.items()}
+
+
+def rewrite(plan: Plan, grafting: Grafting) -> None:
+    """Copy the module's graph to where the leaf is."""
+    found, state, path = plan.found, plan.state, plan.found.call.path
+    copies = _inputs(plan, grafting)
+    for node in state.graph.nodes:
+        if node in copies or node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            attribute = str(node.target)
+            if attribute not in plan.trace.captured.weight_names:
+                copies[node] = grafting.constant(
+                    attribute, getattr(state.captured.module, attribute)
+                )
+            elif not plan.trace.captured.weight_names[attribute].startswith(ROWS):
+                name = plan.trace.weight_name(attribute, path)
+                copies[node] = grafting.weight(name, plan.trace.captured.weights[attribute])
+            continue
+        copies[node] = _copy(node, copies, path, grafting)
+    grafting.replace(found.region.closer, copies[state.captured.logits])
+
+
+def _inputs(plan: Plan, grafting: Grafting) -> dict[fx.Node, fx.Node]:
+    """What stands in the model's graph for each input of the module's: arguments, metadata, states."""
+    state = plan.state
+    copies: dict[fx.Node, fx.Node] = {}
+    tables = {attribute: plan.found.given[i] for i, attribute in plan.trace.tables.items()}
+    for node in state.graph.nodes:
+        if is_aten(node, "embedding") and str(node.args[0].target) in tables:
+            copies[node] = tables[str(node.args[0].target)]
+    copies[state.inputs["input_ids"]] = grafting.inputs["input_ids"]
+    for field in METADATA:
+        copies[state.inputs[field]] = grafting.sequence(field)
+    for served in state.served:
+        for spec in served.states:
+            copies[state.inputs[spec.name]] = own_state(grafting, "state", spec.shape, spec.dtype)
+    return copies
+
+
+def _copy(
+    node: fx.Node, copies: Mapping[fx.Node, fx.Node], path: str, grafting: Grafting
+) -> fx.Node:
+    with grafting.graph.inserting_before(grafting.region.closer):
+        copy = grafting.graph.node_copy(node, lambda old: copies[old])
+    within = node.meta.get("path", "").removeprefix("module").strip(".")
+    copy.meta["path"] = ".".join(part for part in (path, within) if part)
+    grafting.made.append(copy)
+    return copy
+
+
+PASS = Pass(
+    "decayed_linear",
+    kind="decayed_linear",
+    operator="regraft::decayed_linear",
+    pattern=pattern,
+    check=check,
+    rewrite=rewrite,
+)
