@@ -79,6 +79,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded": lambda p: torch.nn.functional.pad(indices(p)[0] + indices(p)[1], (1, 0), value=-7.0),
     "two maxima": lambda p: torch.max(indices(p)[0], indices(p)[1]) - torch.minimum(*indices(p)),
     "arange with a step": lambda p: torch.arange(3, 3 + 2 * p.shape[1], 2)[:, None] * indices(p)[1],
+    "running count": lambda p: (torch.full_like(p, 2).cumsum(-1) - p)[..., None],
     "softcap": lambda p: 5.0 * torch.tanh((indices(p)[0] - indices(p)[1]) / 5.0),
     "size": lambda p: indices(p)[1] - (p.shape[1] - 1),
     "logical on numbers": lambda p: torch.logical_and(indices(p)[0], indices(p)[1] - 2),

@@ -69,6 +69,12 @@ def test_a_division_with_a_rest_stays_and_prints_as_floor() -> None:
     assert str(Quotient(T + 1, 8)) == "floor((t + 1)/8)"
 
 
+def test_a_division_that_just_reaches_the_next_number_stays() -> None:
+    for a, n in ((D + 1, sympy.Integer(16)), (T + 1, TOKENS), (4 * H + 4, sympy.Integer(16))):
+        assert Quotient(a, n) != 0
+    assert value(Quotient(D + 1, 16), {D: 15}) == 1
+
+
 def linear() -> st.SearchStrategy[sympy.Expr]:
     coefficient = st.integers(-20, 20)
     tokens = st.sampled_from([sympy.Integer(1), TOKENS])
