@@ -6,6 +6,8 @@ the left, a mean over tokens, the last token, 1/T, a top-k over tokens.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,14 +15,23 @@ import torch
 from .errors import RewriteError
 from .pipeline import Served
 from .replay import Replay
+from .token_axis.value import has_tokens
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-7, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 SHORTEST = 16
 """A region may need this many tokens to run at all (windows, blocks); shorter texts are padded, which is exact."""
+FARTHEST = 1 << 17
+"""How far the test looks for a change that begins at some length, where long texts are cheap:"""
+FAR_BYTES, FAR_SECONDS = 1 << 27, 0.1
+"""no tensor of the region may take more bytes; no run may take more time, which is how opaque modules are bounded."""
+COMPARING = frozenset(
+    "gt ge lt le eq ne clamp clamp_min clamp_max minimum maximum floor_divide sym_max sym_min floordiv".split()
+)
 
 Rows = Sequence[torch.Tensor | None]
 
 
+@torch.no_grad()
 def check_prefix(served: Served, rows: Rows) -> None:
     """Raise RewriteError unless the region is prefix-stable on `rows`; find the shortest text it runs on.
 
@@ -30,8 +41,16 @@ def check_prefix(served: Served, rows: Rows) -> None:
     assert replay is not None
     total = next((row.shape[0] for row in rows if row is not None), 4 * SHORTEST)
     replay.min_tokens = _shortest(served, rows, total)
-    whole = replay.run(rows, total)
-    lengths = {*range(1, SHORTEST + 2), total // 2, total // 2 + 1, total - 2, total - 1}
+    near = {*range(1, SHORTEST + 2), total // 2, total // 2 + 1, total - 2, total - 1}
+    _compare(served, rows, total, near)
+    _look_far(served, rows, total)
+
+
+def _compare(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
+    """Cut a text of `total` tokens to each of `lengths`, which must not change the results of what is left."""
+    replay = served.replay
+    assert replay is not None
+    whole = _run(replay, rows, total)
     for length in sorted(length for length in lengths if 0 < length < total):
         error = _difference(whole[:length], _run(replay, rows, length))
         if not error <= TOLERANCE.get(whole.dtype, 0.0):
@@ -47,21 +66,86 @@ def _shortest(served: Served, rows: Rows, total: int) -> int:
     """The fewest tokens from which on the region runs."""
     replay = served.replay
     assert replay is not None
-    for length in range(min(SHORTEST, total), replay.min_tokens - 1, -1):
-        try:
-            _run(replay, rows, length)
-        except (RuntimeError, IndexError, ValueError) as problem:
-            if length == min(SHORTEST, total):
-                text = f"this {served.region.kind} cannot be run over {length} tokens: {problem}"
-                raise _refusal(
-                    served, text, "replay needs a region that runs over short texts"
-                ) from problem
-            return length + 1
+    longest = min(SHORTEST, total)
+    for length in range(longest, replay.min_tokens - 1, -1):
+        if _runs(replay, rows, length):
+            continue
+        if length == longest:
+            raise _refusal(
+                served,
+                f"this {served.region.kind} cannot be run over {length} tokens",
+                "replay needs a region that runs over short texts",
+            )
+        return length + 1
     return replay.min_tokens
+
+
+def _look_far(served: Served, rows: Rows, total: int) -> None:
+    """A region may be causal up to some length only: a rotary embedding that changes, a scale by the length."""
+    replay = served.replay
+    assert replay is not None
+    farthest = min(FARTHEST, FAR_BYTES // _bytes_per_token(replay))
+    if farthest <= total:
+        return
+    named = [n for n in _thresholds(replay) if n + 3 <= farthest]
+    text = [None if row is None else _repeat(row, farthest) for row in rows]
+    lengths, seconds = [total], 0.0
+    while lengths[-1] * 2 <= farthest and seconds < FAR_SECONDS:
+        start = time.perf_counter()
+        if not _runs(replay, text, lengths[-1] * 2):  # a table may end before
+            break
+        seconds = time.perf_counter() - start
+        lengths.append(lengths[-1] * 2)
+    _compare(served, text, lengths[-1], set(lengths))
+    for n in named:
+        if n + 3 <= lengths[-1] or _runs(replay, text, n + 3):
+            _compare(served, text, n + 3, {n - 1, n, n + 1, n + 2})
+
+
+def _bytes_per_token(replay: Replay) -> int:
+    """Of the largest tensor of the region. Without bound where one has a size of tokens times tokens."""
+    largest = 1
+    for node in replay.subgraph.graph.nodes:
+        sizes = node.meta.get("shape") or ()
+        if sum(map(has_tokens, sizes)) > 1:
+            return FAR_BYTES
+        row = [int(size) for size in sizes if not has_tokens(size)]
+        if len(row) < len(sizes):
+            largest = max(largest, math.prod(row) * node.meta["dtype"].itemsize)
+    return largest
+
+
+def _thresholds(replay: Replay) -> list[int]:
+    """Numbers beyond a short text that the region compares something with."""
+    nodes = list(replay.subgraph.graph.nodes)
+    names = {
+        node: getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+        for node in nodes
+    }
+    numbers = [
+        x for node in nodes if names[node] in COMPARING for x in (*node.args, *node.kwargs.values())
+    ]
+    return sorted(
+        {int(x) for x in numbers if isinstance(x, (int, float)) and SHORTEST < x < FARTHEST}
+    )
+
+
+def _repeat(row: torch.Tensor, length: int) -> torch.Tensor:
+    """`length` rows, the given ones again and again."""
+    return row[torch.arange(length, device=row.device) % len(row)]
 
 
 def _run(replay: Replay, rows: Rows, length: int) -> torch.Tensor:
     return replay.run([None if row is None else row[:length] for row in rows], length)
+
+
+def _runs(replay: Replay, rows: Rows, length: int) -> bool:
+    """Whether the region has a result for a text of this length (a table may end before, a window not fit in)."""
+    try:
+        _run(replay, rows, length).flatten()[:1].tolist()  # to the end, on a GPU too
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    return True
 
 
 def _refusal(served: Served, problem: str, fix: str) -> RewriteError:

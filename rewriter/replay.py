@@ -107,8 +107,10 @@ class Replay(nn.Module):
             if padded > num_tokens:  # causal, so what comes after the sequence is of no account
                 value = torch.cat([value, value[-1:].expand(padded - num_tokens, *value.shape[1:])])
             arguments.append(layout.rebuild(value))
-        result = self.subgraph(padded, *arguments, *self.weights)
-        return self.result.rows_first(result)[:num_tokens]
+        result = self.result.rows_first(self.subgraph(padded, *arguments, *self.weights))
+        if len(result) < num_tokens:
+            raise RuntimeError(f"{self.path} gives {len(result)} rows for {num_tokens} tokens")
+        return result[:num_tokens]
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         count = len(self.stored)

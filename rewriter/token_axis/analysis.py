@@ -209,11 +209,11 @@ def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
 def is_grafted(node: fx.Node) -> bool:
     """One of Regraft's own operators, or a replayed region: what is told where each sequence begins."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace == "regraft" and not _is_leaf(node)
+        return node.target.namespace == "regraft" and not is_leaf(node)
     return node.op == "call_module"
 
 
-def _is_leaf(node: fx.Node) -> bool:
+def is_leaf(node: fx.Node) -> bool:
     """A function or a module that capture kept whole."""
     name = getattr(node.target, "_opname", "")
     return name.startswith("leaf_") or name == "module_leaf"
@@ -225,7 +225,7 @@ def _stray_operand(node: fx.Node, facts: Facts) -> str:
         if operand.op == "placeholder" and operand.target not in TOKEN_INPUTS:
             return f"reads {operand.target} outside of an operator"
         if holds_size(operand, facts.values) and isinstance(node.target, torch._ops.OpOverload):
-            if facts.name not in SIZED and not _is_leaf(node):
+            if facts.name not in SIZED and not is_leaf(node):
                 return A_VALUE
     return ""
 
@@ -248,7 +248,7 @@ def _rule_for(node: fx.Node, facts: Facts) -> Rule | None:
             return None
         return (
             OPERATOR_RULES.get(target._schema.name)
-            or OPERATOR_RULES["leaf" if _is_leaf(node) else "grafted"]
+            or OPERATOR_RULES["leaf" if is_leaf(node) else "grafted"]
         )
     if node.op == "call_module":  # the one kind of submodule in a graph is a replayed region
         return OPERATOR_RULES["grafted"]

@@ -104,6 +104,8 @@ def test_the_source_line_is_the_models_own() -> None:
 class Plain(nn.Module):
     """A region over rows [T, H], as a function of its own."""
 
+    graph = fx.Graph()
+
     def __init__(self, function: Any) -> None:
         super().__init__()
         self.function = function
@@ -167,7 +169,7 @@ def test_the_shortest_text_is_found() -> None:
         served = region(needs(count))
         check_prefix(served, rows())
         assert served.replay is not None and served.replay.min_tokens == count
-    with pytest.raises(RewriteError, match=f"cannot be run over {SHORTEST} tokens: too short"):
+    with pytest.raises(RewriteError, match=f"cannot be run over {SHORTEST} tokens"):
         check_prefix(region(needs(SHORTEST + 1)), rows())
 
 
@@ -179,6 +181,70 @@ def test_a_difference_at_few_tokens_is_no_shortest_text() -> None:
 
     with pytest.raises(RewriteError, match="cutting the text to 1 of 40"):
         check_prefix(region(open_start), rows())
+
+
+@pytest.mark.parametrize("limit", [9, 100, 4096, 70_000])
+def test_a_switch_far_beyond_the_text_is_found(limit: int) -> None:
+    """Rotary embeddings that change once the text is longer than what the model was trained on."""
+
+    def longer(m: Any, x: Tensor, p: Tensor) -> Tensor:
+        frequency = torch.where(p.max() + 1 > limit, m.vector[0] * 0.5, m.vector[0])
+        return x * (p[..., None] * frequency).cos()
+
+    state = rewritten(longer)
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(served, read)
+
+
+def test_a_scale_that_grows_from_some_length_on_is_found() -> None:
+    def scaled(m: Any, x: Tensor, p: Tensor) -> Tensor:
+        return x * torch.sym_max(1.0, x.shape[1] / 500)
+
+    state = rewritten(scaled)
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    with pytest.raises(RewriteError, match="is not causal"):
+        check_prefix(served, read)
+
+
+class GrowingAngles(nn.Module):
+    """Angles that are computed anew whenever a text is the longest so far, by a branch that no trace can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 300
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        base = 1.0
+        if position_ids.max() + 1 > self.longest:
+            base = float(position_ids.max() + 1) / self.longest
+        return hidden * (position_ids[..., None] / base).cos()
+
+
+def test_a_switch_inside_an_opaque_module_is_found() -> None:
+    model = Toy(toys.rows_only)
+    model.mixer = GrowingAngles()  # type: ignore[assignment]
+    state = rewrite(capture(model), ())
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    assert served.kind == "module"
+    with pytest.raises(RewriteError, match="this module is not causal"):
+        check_prefix(served, read)
+
+
+def test_a_table_may_end_before_a_threshold() -> None:
+    def places(m: Any, x: Tensor, p: Tensor) -> Tensor:
+        return x + m.places[: x.shape[1]].clamp(-500, 500)
+
+    state = rewritten(places)
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    check_prefix(served, read)
+
+
+def test_fewer_rows_than_tokens_are_an_error() -> None:
+    replay = region(lambda x: x[:20]).replay
+    assert replay is not None
+    with pytest.raises(RuntimeError, match="mixer gives 20 rows for 40 tokens"):
+        replay.run(rows(), 40)
 
 
 def test_texts_too_short_to_run_are_padded() -> None:
