@@ -17,30 +17,59 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, 0, -1))
+        self._free = np.ones(num_pages, dtype=np.bool_)
+        self._free[0] = False
+        self._num_free = num_pages - 1
 
     @property
     def num_free(self) -> int:
         """Pages that a request can still be given."""
-        return len(self._free)
+        return self._num_free
+
+    @property
+    def free(self) -> list[int]:
+        """The numbers of the free pages, ascending."""
+        return [int(page) for page in np.flatnonzero(self._free)]
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the rows of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size) if self.page_size else 0
 
-    def take(self, count: int) -> list[int]:
-        """Hands out `count` pages. Ask `num_free` first."""
-        assert count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+    def take(self, count: int, after: int = 0) -> list[int]:
+        """Hands out `count` pages, those behind page `after` if they are free. Ask `num_free` first.
+
+        Consecutive pages are one view of the pool: on the CPU, attention reads them in place.
+        """
+        assert count <= self._num_free, f"{count} pages wanted, {self._num_free} free"
         if count == 0:
             return []
-        taken = self._free[-count:]
-        del self._free[-count:]
+        behind = self._free[after + 1 : after + 1 + count]
+        if after and len(behind) == count and behind.all():
+            taken = list(range(after + 1, after + 1 + count))
+        else:
+            taken = self._spread(count)
+        self._free[taken] = False
+        self._num_free -= count
         return taken
+
+    def _spread(self, count: int) -> list[int]:
+        """Pages from the middle of the longest free run, so that both neighbours can grow in place."""
+        edges = np.diff(self._free.astype(np.int8), append=np.int8(0))  # page 0 is never free
+        starts, ends = np.flatnonzero(edges == 1) + 1, np.flatnonzero(edges == -1) + 1
+        lengths = ends - starts
+        longest = int(lengths.argmax())
+        start, length = int(starts[longest]), int(lengths[longest])
+        if length < count:
+            return [int(page) for page in np.flatnonzero(self._free)[:count]]
+        if start > 1 and length > 2 * count:
+            start += length // 2
+        return list(range(start, start + count))
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes pages back. What they hold stays, and is never read before it is rewritten."""
-        self._free.extend(pages)
-        assert len(self._free) < self.num_pages, "a page was given back twice"
+        assert not self._free[list(pages)].any(), "a page was given back twice"
+        self._free[list(pages)] = True
+        self._num_free += len(pages)
 
 
 class BlockTables:

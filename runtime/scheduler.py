@@ -146,7 +146,7 @@ class Scheduler:
 
     def _take_pages(self, request: Request, count: int) -> None:
         if count > 0:
-            pages = self.pages.take(count)
+            pages = self.pages.take(count, request.pages[-1] if request.pages else 0)
             self.tables.extend(request.slot, len(request.pages), pages)
             request.pages.extend(pages)
 

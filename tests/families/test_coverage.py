@@ -23,7 +23,8 @@ LENGTHS = (37, 5, 1, 24)
 LOGITS = 1e-4
 """Largest absolute difference to the no-cache forward (float32)."""
 NEIGHBOURS = 1e-5
-"""Largest absolute difference that other requests may make."""
+"""Largest difference that other requests may make. Absolute where only their tokens change; where they are removed,
+matrix products have fewer rows and round in another order, so relative to the largest logit."""
 
 SCHEDULES = {
     "prefill": "prefill",
@@ -77,10 +78,11 @@ def test_family(name: str) -> None:
 def _check_neighbours(served: Served) -> None:
     first, *others = served.texts
     packed = served.engine.score(served.texts, schedule=7)[0]
-    alone = served.engine.score([first], schedule=7)[0]
     replaced = [list(reversed(text)) for text in others]
     beside_others = served.engine.score([first, *replaced], schedule=7)[0]
-    assert worst([packed, packed], [alone, beside_others]) <= NEIGHBOURS
+    assert worst([packed], [beside_others]) <= NEIGHBOURS
+    alone = served.engine.score([first], schedule=7)[0]
+    assert worst([packed], [alone]) <= NEIGHBOURS * max(1.0, float(packed.abs().max()))
 
 
 def _check_report(name: str, report: regraft.RewriteReport) -> None:

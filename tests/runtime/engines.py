@@ -38,6 +38,6 @@ def assert_idle(engine: Engine) -> None:
     assert not scheduler.running
     assert not scheduler.waiting
     pages, slots = scheduler.pages, scheduler.slots
-    assert sorted(pages._free) == list(range(1, pages.num_pages))
+    assert pages.free == list(range(1, pages.num_pages))
     assert sorted(slots._free) == list(range(1, slots.num_slots))
     assert not scheduler.tables.array.any()

@@ -44,7 +44,7 @@ class Crowd:
         """NaN into every page and slot that nobody owns, the scratch ones too."""
         loop = self.engine._loop
         for name, free in (
-            ("toy:x", loop.scheduler.pages._free),
+            ("toy:x", loop.scheduler.pages.free),
             ("toy:state", loop.scheduler.slots._free),
         ):
             if name in loop.runner.pools:

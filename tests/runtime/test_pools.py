@@ -103,3 +103,18 @@ def test_pools_have_the_declared_shapes_and_start_at_zero():
     assert runner.pools["toy:state"].shape == (3, 1)
     assert all(not pool.any() for pool in runner.pools.values())
     assert not any(pool.is_inference() for pool in runner.pools.values())
+
+
+def test_a_request_grows_in_place() -> None:
+    """Consecutive pages are one view of the pool; a new request leaves room behind its neighbours."""
+    pool = PagePool(64, 4)
+    first, second = pool.take(3), pool.take(3)
+    for _ in range(10):
+        first += pool.take(1, first[-1])
+        second += pool.take(1, second[-1])
+    assert first == list(range(first[0], first[0] + 13))
+    assert second == list(range(second[0], second[0] + 13))
+    rest = pool.take(pool.num_free)
+    assert sorted(first + second + rest) == list(range(1, 64))
+    pool.give_back(second)
+    assert pool.free == sorted(second)
