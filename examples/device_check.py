@@ -308,8 +308,8 @@ def _step_seconds(engine: Any, contexts: list[int], device: str) -> float:
     if device == "cuda" and runner._graphs is not None:
         from _floor import median_seconds
 
-        bucket = min(b for b in runner._graphs._recorded if b >= len(contexts))
-        return median_seconds(runner._graphs._recorded[bucket].replay)
+        pages = batch.arrays["block_table"].shape[1]
+        return median_seconds(runner._graphs.recorded(len(contexts), pages).replay)
     return statistics.median(times[3:])
 
 

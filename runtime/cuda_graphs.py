@@ -1,7 +1,8 @@
-"""Decode steps from CUDA graphs, one per batch-size bucket, recorded when first needed.
+"""Decode steps from CUDA graphs, one per bucket of batch sizes and lengths, recorded when first needed.
 
 A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Sequences
-that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its bucket.
+that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its bucket; that
+of lengths is the width of the page table, by which kernels decide into how many parts they cut a sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from .request import PENDING
 from .staging import Layout, upload
 
 _LONG = ("slot_mapping", "state_slots", "extents", "logits_rows")
+
+
+_PAGES = (128, 512, 2048, 8192)
+"""Widths of page tables that graphs are recorded for, beside the widest."""
 
 
 class CaptureError(RuntimeError):
@@ -97,9 +102,10 @@ class DecodeGraphs:
         self._pools = pools
         self._last_tokens = last_tokens
         self._buckets = buckets(max_requests)
-        self._recorded: dict[int, Recorded] = {}
+        self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
+        self._recorded: dict[tuple[int, int], Recorded] = {}
         self._table = torch.zeros(
-            self._buckets[-1], max(2, max_pages), dtype=torch.int32, device=device
+            self._buckets[-1], self._widths[-1], dtype=torch.int32, device=device
         )
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
 
@@ -114,12 +120,9 @@ class DecodeGraphs:
         """
         arrays = batch.arrays
         count = len(arrays["context_lens"])
-        bucket = next(size for size in self._buckets if size >= count)
-        if bucket not in self._recorded:
-            self._recorded[bucket] = self._record(bucket)
-        recorded = self._recorded[bucket]
-        recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         table = arrays["block_table"]
+        recorded = self.recorded(count, table.shape[1])
+        recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         self._table[:count, : table.shape[1]] = upload({"": table}, self._table.device)[""]
         recorded.replay()
         return recorded.logits
@@ -128,13 +131,21 @@ class DecodeGraphs:
         """Drops every graph: what they read has moved."""
         self._recorded.clear()
 
-    def _record(self, bucket: int) -> Recorded:
+    def recorded(self, count: int, pages: int) -> Recorded:
+        """The graph of a step of `count` sequences with at most `pages` pages each."""
+        bucket = next(size for size in self._buckets if size >= count)
+        width = next(width for width in self._widths if width >= pages)
+        if (bucket, width) not in self._recorded:
+            self._recorded[bucket, width] = self._record(bucket, width)
+        return self._recorded[bucket, width]
+
+    def _record(self, bucket: int, width: int) -> Recorded:
         layout = Layout.of(_metadata(bucket))
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._table.device)
         inputs = {
             **layout.views(buffer),
             "cu_seqlens": self._offsets[: bucket + 1],
-            "block_table": self._table[:bucket],
+            "block_table": self._table[:bucket, :width],
             **self._pools,
         }
         try:

@@ -92,7 +92,7 @@ def paged_attention_triton(
         _decode(
             common,
             rows,
-            (seqs, kv_heads * parts, splits),
+            (kv_heads * parts, splits, seqs),
             MIN_SPLIT=min_split,
             EVERY_TOKEN=decode_only,
             **tiles,
@@ -110,7 +110,7 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
     """Both kernels of a decode; `rows` are the sequences, or with EVERY_TOKEN the tokens."""
     out, cu_seqlens = common["out_ptr"], common["cu_seqlens_ptr"]
     _, heads, v_width = out.shape
-    seqs, _, splits = grid
+    _, splits, seqs = grid
     scratch: tuple[Tensor | None, Tensor | None] = (None, None)
     if splits > 1:
         partial = torch.empty(rows, heads, splits, v_width, dtype=torch.float32, device=out.device)
@@ -118,7 +118,9 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
             partial,
             torch.empty(2, rows, heads, splits, dtype=torch.float32, device=out.device),
         )
-    decode_kernel[grid](scratch=scratch, num_rows=rows, SPLITS=splits, **options, **common)
+    decode_kernel[grid](
+        scratch=scratch, num_rows=rows, num_splits=splits, IS_SPLIT=splits > 1, **options, **common
+    )
     if splits > 1:
         combine_kernel[(rows, heads)](
             scratch,
@@ -126,10 +128,11 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
             cu_seqlens,
             seqs,
             rows,
+            splits,
             EVERY_TOKEN=options["EVERY_TOKEN"],
             DV=v_width,
-            SPLITS=splits,
-            S=triton.next_power_of_2(splits),
+            # Not one kernel for every number of splits.
+            S=4 if splits <= 4 else max(_MAX_SPLITS, triton.next_power_of_2(splits)),
             V=triton.next_power_of_2(v_width),
             enable_fp_fusion=True,
         )

@@ -21,25 +21,27 @@ NEW_TILE = tl.constexpr(16)
 """Keys of this step a tile: nearly always there is one, and a tensor core wants 16."""
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_splits"])
 def decode_kernel(
     operands, strides, extras, rel_strides, out_ptr, scratch,
     cu_seqlens_ptr, context_lens_ptr, block_table_ptr, stride_table, slot_mapping_ptr,
-    num_tokens, num_rows, scale,
+    num_tokens, num_rows, num_splits, scale,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
     GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
+    IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One program a (sequence, key head and share of its heads, split).
+    """One program a (key head and share of its heads, split, sequence).
+
+    The key heads of a sequence come one after the other: their rows lie side by side, and are read at about one time.
 
     Keys of this step are read from `k`, those before it from the pages, so no program reads what another writes.
     Split 0 takes this step's keys and writes them to the pages. A sequence with several new tokens is left to the
     prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn.
     """
-    seq, split = tl.program_id(0), tl.program_id(2)
+    split, seq = tl.program_id(1), tl.program_id(2)
     g_M = tl.arange(0, M)
-    kv_head, head_M, is_row_M, num_heads = which_heads(g_M, GROUP, SHARE)
+    kv_head, head_M, is_row_M, num_heads = which_heads(g_M, 0, GROUP, SHARE)
     start = tl.load(cu_seqlens_ptr + seq)
     end = tl.load(cu_seqlens_ptr + seq + 1)
     context = tl.load(context_lens_ptr + seq)
@@ -60,7 +62,7 @@ def decode_kernel(
             state, q, queries, operands, strides, start - context, kv_head,
             tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
         )  # fmt: skip
-        share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), SPLITS))
+        share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), num_splits))
         share = tl.cdiv(share, N) * N
         begin = first + split * share
         state = attend_history(
@@ -74,7 +76,8 @@ def decode_kernel(
         )
         row_M = token_M if EVERY_TOKEN else seq + g_M * 0
         store_state(
-            state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads, split, SPLITS, DV
+            state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads,
+            split, num_splits, IS_SPLIT, DV,
         )  # fmt: skip
 
 
@@ -83,9 +86,9 @@ def zero_row_of_nobody(
     out_ptr, cu_seqlens_ptr, num_tokens, head_M, is_row_M, num_heads, DV: tl.constexpr, M: tl.constexpr
 ):  # fmt: skip
     """Zero the row with this sequence's number if it lies after the last sequence's tokens."""
-    row = tl.program_id(0)
-    covered = tl.load(cu_seqlens_ptr + tl.num_programs(0))
-    is_nobodys = (tl.program_id(2) == 0) & (row >= covered) & (row < num_tokens)
+    row = tl.program_id(2)
+    covered = tl.load(cu_seqlens_ptr + tl.num_programs(2))
+    is_nobodys = (tl.program_id(1) == 0) & (row >= covered) & (row < num_tokens)
     _, _, zeros = empty_state(None, False, head_M, is_row_M, M, DV)
     at_M = (row.to(tl.int64) * num_heads + head_M) * DV[0]
     store_rows(
@@ -95,29 +98,29 @@ def zero_row_of_nobody(
 
 @triton.jit
 def store_state(
-    state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads, split,
-    SPLITS: tl.constexpr, DV: tl.constexpr,
+    state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads, split, num_splits,
+    IS_SPLIT: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Store the result of the only split, or one split's state in its row of scratch."""
     top_M, sum_M, acc = state
-    if SPLITS == 1:
+    if not IS_SPLIT:
         at_M = (token_M.to(tl.int64) * num_heads + head_M) * DV[0]
         store_rows(
             out_ptr, (acc[0] / sum_M[:, None], acc[1] / sum_M[:, None]), at_M, is_row_M, 1, DV
         )
     else:
         partial_ptr, stats_ptr = scratch
-        at_M = (row_M.to(tl.int64) * num_heads + head_M) * SPLITS + split
+        at_M = (row_M.to(tl.int64) * num_heads + head_M) * num_splits + split
         tl.store(stats_ptr + at_M, top_M, mask=is_row_M)
-        behind = num_rows.to(tl.int64) * num_heads * SPLITS
+        behind = num_rows.to(tl.int64) * num_heads * num_splits
         tl.store(stats_ptr + behind + at_M, sum_M, mask=is_row_M)
         store_rows(partial_ptr, acc, at_M * DV[0], is_row_M & (top_M > float("-inf")), 1, DV)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_rows"])
+@triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_splits"])
 def combine_kernel(
-    scratch, out_ptr, cu_seqlens_ptr, num_seqs, num_rows,
-    EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    scratch, out_ptr, cu_seqlens_ptr, num_seqs, num_rows, num_splits,
+    EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """One program a (row of scratch, head). Splits that had no key left their values unwritten."""
     partial_ptr, stats_ptr = scratch
@@ -129,10 +132,10 @@ def combine_kernel(
         token = tl.load(cu_seqlens_ptr + row)
         exists = tl.load(cu_seqlens_ptr + row + 1) - token == 1
     s_S, d_V = tl.arange(0, S), tl.arange(0, V)
-    at_S = (row.to(tl.int64) * num_heads + head) * SPLITS + s_S
-    valid_S = s_S < tl.where(exists, SPLITS, 0)
+    at_S = (row.to(tl.int64) * num_heads + head) * num_splits + s_S
+    valid_S = s_S < tl.where(exists, num_splits, 0)
     top_S = tl.load(stats_ptr + at_S, mask=valid_S, other=float("-inf"))
-    behind = num_rows.to(tl.int64) * num_heads * SPLITS
+    behind = num_rows.to(tl.int64) * num_heads * num_splits
     sum_S = tl.load(stats_ptr + behind + at_S, mask=valid_S, other=0.0)
     weight_S = tl.exp2(top_S - tl.where(exists, tl.max(top_S, 0), 0.0))
     full_SV = (valid_S & (top_S > float("-inf")))[:, None] & (d_V < DV)[None, :]

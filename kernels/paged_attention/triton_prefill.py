@@ -62,7 +62,7 @@ def prefill_kernel(
 
     m_M = tl.arange(0, M)
     token_M = from_token + m_M // SHARE
-    kv_head, head_M, is_head_M, num_heads = which_heads(m_M % SHARE, GROUP, SHARE)
+    kv_head, head_M, is_head_M, num_heads = which_heads(m_M % SHARE, 1, GROUP, SHARE)
     is_row_M = is_head_M & (m_M < Q * SHARE) & (token_M < to_token)
     pos = context + from_token - start
     q, queries = load_queries(

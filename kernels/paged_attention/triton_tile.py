@@ -32,15 +32,15 @@ def first_key(pos, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def which_heads(g, GROUP: tl.constexpr, SHARE: tl.constexpr):
-    """Of this program (axis 1), for its g-th head: the key head, the head, whether it is one, the number of heads.
+def which_heads(g, AXIS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr):
+    """Of this program (on axis AXIS), for its g-th head: the key head, the head, whether it is one, how many there are.
 
     A key head's GROUP of heads is shared out to programs of SHARE heads each, the last of which may have fewer.
     """
     PARTS: tl.constexpr = (GROUP + SHARE - 1) // SHARE
-    kv_head, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    kv_head, part = tl.program_id(AXIS) // PARTS, tl.program_id(AXIS) % PARTS
     in_group = part * SHARE + g
-    num_heads = tl.num_programs(1) // PARTS * GROUP
+    num_heads = tl.num_programs(AXIS) // PARTS * GROUP
     return kv_head, kv_head * GROUP + in_group, (g < SHARE) & (in_group < GROUP), num_heads
 
 

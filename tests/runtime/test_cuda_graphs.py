@@ -59,8 +59,19 @@ def test_a_batch_that_shrinks_to_one_and_grows_again(monkeypatch):
         outputs = engine.generate(prompts, max_new_tokens=lengths)
         for prompt, length, output in zip(prompts, lengths, outputs):
             assert output.token_ids == ToyModel().continue_greedily(prompt, length)
-    assert set(runner._graphs._recorded) == {2, 4, 8}
+    assert {bucket for bucket, _ in runner._graphs._recorded} == {2, 4, 8}
     assert_idle(engine)
+
+
+def test_long_sequences_have_a_graph_of_their_own(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_PAGES", (2, 5))
+    engine = make_engine(page_size=4)
+    runner = use_graphs(engine, monkeypatch)
+    for length in (6, 15, 30, 5):
+        prompt = list(range(length))
+        (output,) = engine.generate([prompt], max_new_tokens=2)
+        assert output.token_ids == ToyModel().continue_greedily(prompt, 2)
+    assert list(runner._graphs._recorded) == [(2, 2), (2, 5), (2, 60)]
 
 
 def refuse(call):
