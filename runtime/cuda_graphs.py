@@ -1,8 +1,8 @@
 """Decode steps from CUDA graphs, one per bucket of batch sizes and lengths, recorded when first needed.
 
 A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Sequences
-that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its bucket; that
-of lengths is the width of the page table, by which kernels decide into how many parts they cut a sequence.
+that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its buckets.
+That of lengths is the width of the page table, by which kernels decide into how many parts they cut a sequence.
 """
 
 from __future__ import annotations
