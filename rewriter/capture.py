@@ -54,6 +54,10 @@ def capture(model: nn.Module) -> CapturedGraph:
     that fix T, guard on it beyond a lower and an upper bound, or branch on data (rewriter/module_leaf.py). The graph
     is in normal form. The model comes out untouched, also on an error; it may be on the meta device. Raises
     RewriteError if the model cannot be captured, with what to do about it.
+
+    `module.meta["writes"]` names the weights that a forward pass both reads and writes. If there are any, the graph
+    speaks for the model as it is now: a forward pass of the model's own (outside `borrowed`) changes them, and then
+    the model has to be captured again.
     """
     admit(model)
     settings = implementations(model)
@@ -65,6 +69,7 @@ def capture(model: nn.Module) -> CapturedGraph:
     captured = lift(program, row, _PREFIX, symbol, where)
     normalize(captured.module)
     attach_calls(captured.graph)
+    _keep_writes_that_matter(captured)
     _check_logits(captured)
     return captured
 
@@ -137,7 +142,7 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
 
     row.watch = watch = Watch(names, refuse_fixed)
     try:
-        with watch, leaves_in_place(row.model), row.opaque.in_place():
+        with untouched(row), watch, leaves_in_place(row.model), row.opaque.in_place():
             program = _export(row)
     except (
         RuntimeError
@@ -226,6 +231,13 @@ def _line_of(error: BaseException, row: nn.Module) -> str:
         return ""
     last = frames[-1]
     return f"{last.filename.rpartition('/')[2]}:{last.lineno}: {last.line}"
+
+
+def _keep_writes_that_matter(captured: CapturedGraph) -> None:
+    """A buffer that is only ever written makes no difference to the next pass."""
+    read = {captured.weight_names[str(n.target)] for n in captured.graph.find_nodes(op="get_attr")}
+    meta = captured.module.meta
+    meta["writes"] = tuple(name for name in meta["writes"] if name in read)
 
 
 def _check_logits(captured: CapturedGraph) -> None:

@@ -28,9 +28,8 @@ def lift(
     `prefix` is the wrapper's part of every module path and weight name ("model."); `symbol` is export's symbol for
     the number of tokens, and `where` the interval in which the graph is right.
 
-    What the forward writes into the model's own tensors is left out of the graph, which computes it afresh from what
-    they hold; `module.meta["writes"]` names those tensors. If it is not empty, the graph speaks for the model as it is
-    now: after a forward pass of the model's own, it has to be captured again.
+    What the forward writes into the model's own tensors is left out of the graph, which computes it afresh;
+    `module.meta["writes"]` names those tensors.
     """
     held: dict[str, torch.Tensor] = {
         **dict(holder.named_buffers(remove_duplicate=False)),

@@ -10,8 +10,13 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from transformers import BertConfig, BertForMaskedLM, PreTrainedModel, T5Config
-from transformers import T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from regraft.rewriter.capture import capture
 from regraft.rewriter.errors import RewriteError
@@ -26,7 +31,16 @@ LENGTHS = (5, 16, 37, 64)
 PLAIN = ["llama", "gpt2", "bloom", "mpt", "falcon_alibi", "gpt_oss", "mixtral", "llama4"]
 LEAVES = ["qwen3_next", "kimi_linear", "mamba", "mamba2", "lfm2"]
 OPAQUE = ["minimax", "recurrent_gemma", "rwkv", "longcat_flash"]
-LONG = ["phi3_longrope", "deepseek_v3", "deepseek_v4", "qwen4_exp", "xlstm", "zaya", "glm5_next", "blt"]
+LONG = [
+    "phi3_longrope",
+    "deepseek_v3",
+    "deepseek_v4",
+    "qwen4_exp",
+    "xlstm",
+    "zaya",
+    "glm5_next",
+    "blt",
+]
 
 
 def reference(model: nn.Module, ids: Tensor) -> Tensor:
@@ -45,7 +59,9 @@ def assert_same_as_model(captured: CapturedGraph, model: PreTrainedModel, name: 
         if captured.min_tokens <= length:
             ids = FAMILIES[name].prompt(length, seed=length)[None]
             # Experts are summed in another order, and rounding grows with depth.
-            assert_close(run(captured, ids), reference(model, ids), scale=5, name=f"{name} T={length}")
+            assert_close(
+                run(captured, ids), reference(model, ids), scale=5, name=f"{name} T={length}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -68,7 +84,10 @@ def test_inputs_are_ids_and_positions_and_weights_are_attributes(
     llama: tuple[PreTrainedModel, CapturedGraph],
 ) -> None:
     model, captured = llama
-    assert [n.target for n in captured.graph.find_nodes(op="placeholder")] == ["input_ids", "position_ids"]
+    assert [n.target for n in captured.graph.find_nodes(op="placeholder")] == [
+        "input_ids",
+        "position_ids",
+    ]
     own = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     assert captured.weights.keys() == captured.weight_names.keys()
     for attribute, tensor in captured.weights.items():
@@ -143,7 +162,9 @@ def test_a_table_bounds_the_number_of_tokens_and_its_sizes_come_out_plain() -> N
     assert (captured.min_tokens, captured.max_tokens) == (2, 512)
     for node in captured.graph.nodes:
         for size in node.meta.get("shape") or ():
-            assert isinstance(size, int) or sympy.Poly(size, TOKENS).degree() == 1, node.format_node()
+            assert isinstance(size, int) or sympy.Poly(size, TOKENS).degree() == 1, (
+                node.format_node()
+            )
 
 
 # ---------------------------------------------------------------------- the model comes out untouched
@@ -156,7 +177,9 @@ def everything_of(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items():
             held = value.items() if isinstance(value, dict) else [("", value)]
             for key, item in held:
-                found[f"{path}.{name}.{key}"] = item if not isinstance(item, (list, set)) else copy.copy(item)
+                found[f"{path}.{name}.{key}"] = (
+                    item if not isinstance(item, (list, set)) else copy.copy(item)
+                )
                 if isinstance(item, Tensor):
                     found[f"{path}.{name}.{key}:bits"] = item.detach().clone()
                     found[f"{path}.{name}.{key}:place"] = item.data_ptr()
@@ -213,7 +236,9 @@ def test_the_model_comes_out_untouched_on_an_error() -> None:
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
-@pytest.mark.parametrize("loaded_with", ["flex_attention", "flash_attention_2", "flash_attention_3", "eager"])
+@pytest.mark.parametrize(
+    "loaded_with", ["flex_attention", "flash_attention_2", "flash_attention_3", "eager"]
+)
 def test_any_attention_implementation_is_captured_and_given_back(loaded_with: str) -> None:
     model = build("llama")
     for config in configs_of(model):
@@ -235,7 +260,9 @@ def test_a_class_without_sdpa_is_captured_eager() -> None:
 
 def test_an_adapter_takes_part() -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = peft.get_peft_model(
+        build("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -252,7 +279,9 @@ def test_an_adapter_takes_part() -> None:
 def test_the_meta_device_is_enough() -> None:
     real = build("llama")
     captured = capture(build("llama").to("meta"))
-    assert [str(n.target) for n in captured.graph.nodes] == [str(n.target) for n in capture(real).graph.nodes]
+    assert [str(n.target) for n in captured.graph.nodes] == [
+        str(n.target) for n in capture(real).graph.nodes
+    ]
     assert all(weight.device.type == "meta" for weight in captured.weights.values())
 
 
@@ -299,11 +328,13 @@ def test_dropout_is_refused_in_training_only() -> None:
     assert plain.training and all(module.training for module in plain.modules())
 
 
-@pytest.mark.parametrize("places", [{"": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": 1}, {"": "disk"}])
+@pytest.mark.parametrize(
+    "places", [{"": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": 1}, {"": "disk"}]
+)
 def test_a_model_spread_by_accelerate_is_refused(places: dict[str, Any]) -> None:
     model = build("llama")
     model.hf_device_map = places
-    with pytest.raises(RewriteError, match="(?s)spread over.*what to do: load it on one device"):
+    with pytest.raises(RewriteError, match=r"(?s)spread over.*what to do: load it on one device"):
         capture(model)
 
 
@@ -344,7 +375,9 @@ def test_a_guard_outside_any_module_is_refused_with_its_line() -> None:
 
 
 def test_what_says_cannot_be_traced_says_where() -> None:
-    error = RewriteError("no", operation="aten.topk", path="model.mlp", source="x.py:3: y", fix="do z")
+    error = RewriteError(
+        "no", operation="aten.topk", path="model.mlp", source="x.py:3: y", fix="do z"
+    )
     assert str(error).splitlines() == [
         "no",
         "  operation: aten.topk",
