@@ -12,6 +12,7 @@ from torch import nn
 from regraft.loading import meta_model
 from regraft.passes import PIPELINE, merge_linears
 from regraft.passes.logits import select_rows
+from regraft.rewriter.admit import admit
 from regraft.rewriter.artifact import Artifact, LiveWeights, Merged
 from regraft.rewriter.capture import capture
 from regraft.rewriter.errors import RewriteError
@@ -48,6 +49,8 @@ def wrap(
             fix="load its weights, or use regraft.inspect(model) for a report alone",
         )
     start = time.perf_counter()
+    admit(model)
+    _settle(model)
     state = _rewrite(model, config.fallback)
     report = _report(model, state, time.perf_counter() - start)
     merged: tuple[Merged, ...] = ()
@@ -100,6 +103,12 @@ def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineCo
     if config is not None and settings:
         raise ValueError(f"give either config or its fields, not both ({', '.join(settings)})")
     return config or EngineConfig(**settings)
+
+
+def _settle(model: nn.Module) -> None:
+    """One forward pass over two tokens: some models rewrite their own weights in the first one (RWKV rescales them)."""
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    reference_logits(model, [samples(model, embedding.num_embeddings, 2, "prefix", 0)[0]])
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:

@@ -94,8 +94,30 @@ def _spell(node: fx.Node) -> None:
     """Same operation, one name."""
     if is_aten(node, "view", "_unsafe_view", "reshape"):
         node.target = aten.reshape.default
+    elif is_aten(node, "t"):
+        node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
+    elif is_aten(node, "concatenate", "concat"):
+        node.target = aten.cat.default
     elif is_aten(node, *FILLS):
         _spell_fill(node)
+    elif is_aten(node, "index_put") and _writes_one_number(node):
+        target, (mask,), number = node.args[:3]
+        node.target, node.args, node.kwargs = aten.where.self, (mask, number, target), {}
+
+
+def _writes_one_number(node: fx.Node) -> bool:
+    """target[mask] = number, the mask of the target's own shape."""
+    target, indices, number, *accumulate = node.args
+    if len(indices) != 1 or any(accumulate) or node.kwargs.get("accumulate", False):
+        return False
+    (mask,) = indices
+    return (
+        isinstance(mask, fx.Node)
+        and mask.meta["dtype"] == torch.bool
+        and mask.meta["shape"] == target.meta["shape"]
+        and number.meta["shape"] == ()
+        and number.meta["dtype"] == target.meta["dtype"]
+    )
 
 
 FILLS = {"new_empty": 0, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty": 0, "empty_like": 0, "zeros_like": 0,
