@@ -20,6 +20,7 @@ class PagePool:
         self._free = np.ones(num_pages, dtype=np.bool_)
         self._free[0] = False
         self._num_free = num_pages - 1
+        self._next = 1
 
     @property
     def num_free(self) -> int:
@@ -35,35 +36,39 @@ class PagePool:
         """How many pages hold the rows of `num_tokens` tokens."""
         return -(-num_tokens // self.page_size) if self.page_size else 0
 
-    def take(self, count: int, after: int = 0) -> list[int]:
+    def take(self, count: int, after: int = 0, room: int = 0) -> list[int]:
         """Hands out `count` pages, those behind page `after` if they are free. Ask `num_free` first.
 
-        Consecutive pages are one view of the pool: on the CPU, attention reads them in place.
+        Consecutive pages are one view of the pool: on the CPU, attention reads them in place. A new request says how
+        much `room` it may come to need, and the next one starts behind that. Placed one after the other, requests touch
+        little memory that was not touched before.
         """
         assert count <= self._num_free, f"{count} pages wanted, {self._num_free} free"
         if count == 0:
             return []
-        behind = self._free[after + 1 : after + 1 + count]
-        if after and len(behind) == count and behind.all():
-            taken = list(range(after + 1, after + 1 + count))
+        start = after + 1
+        if not after or not self._are_free(start, count):
+            start = self._place(count, room)
+        if start:
+            taken = list(range(start, start + count))
         else:
-            taken = self._spread(count)
+            taken = [int(page) for page in np.flatnonzero(self._free)[:count]]
         self._free[taken] = False
         self._num_free -= count
         return taken
 
-    def _spread(self, count: int) -> list[int]:
-        """Pages from the middle of the longest free run, so that both neighbours can grow in place."""
-        edges = np.diff(self._free.astype(np.int8), append=np.int8(0))  # page 0 is never free
-        starts, ends = np.flatnonzero(edges == 1) + 1, np.flatnonzero(edges == -1) + 1
-        lengths = ends - starts
-        longest = int(lengths.argmax())
-        start, length = int(starts[longest]), int(lengths[longest])
-        if length < count:
-            return [int(page) for page in np.flatnonzero(self._free)[:count]]
-        if start > 1 and length > 2 * count:
-            start += length // 2
-        return list(range(start, start + count))
+    def _are_free(self, start: int, count: int) -> bool:
+        return start + count <= self.num_pages and bool(self._free[start : start + count].all())
+
+    def _place(self, count: int, room: int) -> int:
+        """Where a new run of pages starts; 0 if there is none as long as that behind the last or at the beginning."""
+        if self._num_free == self.num_pages - 1:
+            self._next = 1
+        for start in (self._next, 1):
+            if self._are_free(start, count):
+                self._next = start + max(room, count)
+                return start
+        return 0
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Takes pages back. What they hold stays, and is never read before it is rewritten."""

@@ -146,7 +146,9 @@ class Scheduler:
 
     def _take_pages(self, request: Request, count: int) -> None:
         if count > 0:
-            pages = self.pages.take(count, request.pages[-1] if request.pages else 0)
+            longest = request.num_prompt + request.params.max_new_tokens
+            last = request.pages[-1] if request.pages else 0
+            pages = self.pages.take(count, last, self.pages.pages_for(longest))
             self.tables.extend(request.slot, len(request.pages), pages)
             request.pages.extend(pages)
 

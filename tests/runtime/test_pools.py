@@ -108,7 +108,7 @@ def test_pools_have_the_declared_shapes_and_start_at_zero():
 def test_a_request_grows_in_place() -> None:
     """Consecutive pages are one view of the pool; a new request leaves room behind its neighbours."""
     pool = PagePool(64, 4)
-    first, second = pool.take(3), pool.take(3)
+    first, second = pool.take(3, room=13), pool.take(3, room=13)
     for _ in range(10):
         first += pool.take(1, first[-1])
         second += pool.take(1, second[-1])
