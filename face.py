@@ -106,9 +106,10 @@ def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineCo
 
 
 def _settle(model: nn.Module) -> None:
-    """One forward pass over two tokens: some models rewrite their own weights in the first one (RWKV rescales them)."""
+    """One forward pass over a short text: some models rewrite their weights in the first (RWKV rescales them)."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    reference_logits(model, [samples(model, embedding.num_embeddings, 2, "prefix", 0)[0]])
+    longest = getattr(_text_config(model), "max_position_embeddings", None) or PREFIX_TOKENS
+    reference_logits(model, [samples(model, embedding.num_embeddings, longest, "quick", 0)[0]])
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:

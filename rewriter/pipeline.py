@@ -117,8 +117,13 @@ def rewrite(
     _tidy(captured)
     state.proof = verdict(analyse(captured.graph))
     if not state.proof.proven:
+        node = state.proof.node
+        meta = node.meta if node is not None else {}
         raise RewriteError(
             f"the rewritten graph is {state.proof}",
+            operation=str(node.target) if node is not None else "",
+            path=meta.get("path", ""),
+            source=meta.get("source", ""),
             fix="tokens of different requests would mix: this model cannot be served in a packed row",
         )
     return state

@@ -26,6 +26,7 @@ class Verdict:
     num_row_local: int
     num_fixed: int
     offence: str | None
+    node: fx.Node | None = None
 
     @property
     def proven(self) -> bool:
@@ -187,22 +188,28 @@ def verdict(analysis: Analysis) -> Verdict:
     """Is anything that the output needs cut, wide or unknown?"""
     needed: set[fx.Node] = set()
     pending = list(analysis.graph.output_node().all_input_nodes)
-    offence = None
+    offences: list[tuple[fx.Node, str]] = []
     while pending:
         node = pending.pop()
         if node in needed:
             continue
         needed.add(node)
         why = _offence(node, analysis)
-        if why and (offence is None or node < offence[0]):
-            offence = (node, why)
+        if why:
+            offences.append((node, why))
         pending.extend(value_operands(node))
+    # the first that mixes; a pair of tokens alone (a mask) is only in the way
+    mixing = [pair for pair in offences if pair[1] != NOT_ROWS] or offences
+    offence = min(mixing, default=None)
     rows = [node for node in needed if analysis.value(node).is_row_local]
     fixed = [
         node for node in needed if analysis.value(node).is_fixed and not analysis.is_wide(node)
     ]
     text = None if offence is None else f"{offence[1]}: {describe(offence[0])}"
-    return Verdict(len(needed), len(rows), len(fixed), text)
+    return Verdict(len(needed), len(rows), len(fixed), text, offence[0] if offence else None)
+
+
+NOT_ROWS = "is not one row per token"
 
 
 def _offence(node: fx.Node, analysis: Analysis) -> str:
@@ -211,5 +218,5 @@ def _offence(node: fx.Node, analysis: Analysis) -> str:
     if analysis.is_wide(node):
         value = analysis.values[node]
         first = value[0] if isinstance(value, tuple) else value
-        return first.why or "is not one row per token"
+        return first.why or NOT_ROWS
     return ""

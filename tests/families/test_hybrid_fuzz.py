@@ -1,0 +1,144 @@
+"""Random crowds against real model classes, pages and slots both short, everything that nobody owns full of NaN."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from regraft.runtime.output import RequestOutput
+from regraft.runtime.request import Request
+from tests.families.models import FAMILIES, build
+from tests.families.served import LOGITS, forward, wrap
+from tests.runtime.engines import assert_idle
+
+NAN = float("nan")
+STEPS = 300
+LONGEST = 40
+"""Tokens of the longest request, prompt and output."""
+
+# family -> engine: fewer pages than what runs at once comes to need, and fewer slots than callers
+CROWDS = {
+    "gemma2": {"cache_tokens": 66, "page_size": 3, "max_requests": 5},
+    "qwen3_next": {"cache_tokens": 48, "page_size": 4, "max_requests": 3},
+    "bamba": {"cache_tokens": 45, "page_size": 1, "max_requests": 4},
+    "kimi_linear": {"cache_tokens": 60, "page_size": 5, "max_requests": 6},
+    "mamba2": {"max_requests": 2},
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a caller wanted."""
+
+    prompt: list[int]
+    count: int
+
+
+class Crowd:
+    """Callers who come and go, and what each of them got."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.family = FAMILIES[name]
+        self.model = build(name)
+        self.engine = wrap(self.model, max_batch_tokens=24, chunk_size=4, **CROWDS[name])
+        self.pools = self.engine._loop.runner.pools
+        self.states = {spec.name for spec in self.engine.model.states}
+        for pool in self.pools.values():
+            pool.fill_(NAN)
+        self._poison_what_is_released()
+        self.asked: dict[str, Asked] = {}
+        self.cancelled_while: list[str] = []
+        self.events: dict[str, list[int]] = {}
+        self.outputs: dict[str, RequestOutput] = {}
+
+    def _poison_what_is_released(self) -> None:
+        """At once, so that who gets it in the same step finds nothing but NaN there."""
+        scheduler = self.engine._loop.scheduler
+        release: Callable[[Request], None] = scheduler._release
+
+        def poison(request: Request) -> None:
+            for name, pool in self.pools.items():
+                pool[request.slot if name in self.states else request.pages] = NAN
+            release(request)
+
+        scheduler._release = poison  # type: ignore[method-assign]
+
+    def poison_scratch(self) -> None:
+        for pool in self.pools.values():
+            pool[0] = NAN
+
+    def arrive(self) -> None:
+        for _ in range(self.rng.choice([1, 1, 1, 4])):
+            length = self.rng.choice([1, 2, 3, self.rng.randint(1, LONGEST - 1)])
+            count = self.rng.randint(1, min(12, LONGEST - length))
+            prompt = self.family.prompt(length, seed=self.rng.randrange(1 << 30)).tolist()
+            self.asked[self.engine.add_request(prompt, max_new_tokens=count)] = Asked(prompt, count)
+
+    def cancel(self) -> None:
+        live = self.engine._loop.live
+        if live:
+            name = self.rng.choice(sorted(live))
+            self.cancelled_while.append(_stage(live[name]))
+            self.engine.cancel(name)
+
+    def step(self) -> None:
+        self.poison_scratch()
+        for event in self.engine.step():
+            if event.token_id is not None:
+                self.events.setdefault(event.request_id, []).append(event.token_id)
+            if event.output is not None:
+                self.outputs[event.request_id] = event.output
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for action in self.rng.choices([self.arrive, self.cancel], [4, 1], k=1):
+                if len(self.engine._loop.live) < 12 and self.rng.random() < 0.5:
+                    action()
+            self.step()
+        while self.engine.has_unfinished:
+            self.step()
+
+    def check(self) -> None:
+        """Every request got, token for token, what the plain model says after the tokens before."""
+        assert_idle(self.engine)
+        assert self.outputs.keys() == self.asked.keys()
+        for name, asked in self.asked.items():
+            output = self.outputs[name]
+            assert self.events.get(name, []) == output.token_ids
+            if output.finish_reason != "cancelled":
+                assert output.finish_reason == "length"
+                assert len(output.token_ids) == asked.count
+            self._check_tokens(asked.prompt, output.token_ids)
+        assert len(self.cancelled_while) == sum(
+            output.finish_reason == "cancelled" for output in self.outputs.values()
+        )
+
+    def _check_tokens(self, prompt: list[int], made: list[int]) -> None:
+        if not made:
+            return
+        logits = forward(self.model, [*prompt, *made[:-1]])[len(prompt) - 1 :]
+        chosen = logits.gather(-1, torch.tensor(made)[:, None])[:, 0]
+        assert (logits.amax(-1) - chosen).max() <= LOGITS
+
+
+def _stage(request: Request) -> str:
+    if request.status.name == "WAITING":
+        return "waiting"
+    return "decoding" if request.num_remaining == 1 else "prefilling"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CROWDS)
+def test_everybody_gets_what_a_run_alone_gives(name: str) -> None:
+    crowd = Crowd(name, seed=len(name))
+    crowd.run(STEPS)
+    crowd.check()
+    assert len(crowd.outputs) > 50
+    assert {"waiting", "decoding"} <= {*crowd.cancelled_while}
+    if crowd.engine.model.rows:
+        assert crowd.engine._loop.scheduler.num_preemptions > 0

@@ -1,0 +1,182 @@
+"""An engine answers from the weights that the wrapped model has now, and the model stays the user's own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import regraft
+from tests.families.models import FAMILIES, build
+from tests.families.served import LOGITS, continue_greedily, forward, run_to_end, worst, wrap
+
+# A recurrent hybrid with experts, and a model whose head and embedding are one tensor.
+MODELS = [
+    pytest.param(name, marks=pytest.mark.xdist_group(f"live_weights_{name}"))
+    for name in ("qwen3_next", "gemma2")
+]
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@functools.cache
+def served(name: str) -> tuple[PreTrainedModel, regraft.Engine]:
+    model = build(name)
+    return model, wrap(model, max_batch_tokens=64, chunk_size=8)
+
+
+def text(name: str, length: int = 13, seed: int = 0) -> list[int]:
+    return FAMILIES[name].prompt(length, seed).tolist()
+
+
+def loss_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    return nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
+
+
+def train(model: PreTrainedModel, name: str, steps: int = 1) -> None:
+    """Optimizer steps that are large enough to change what the model says."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    for step in range(steps):
+        loss_of(model, text(name, 24, seed=100 + step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@every_model
+def test_an_optimizer_step_is_seen_at_once(name: str) -> None:
+    model, engine = served(name)
+    prompt = text(name)
+    before = engine.score([prompt])
+    train(model, name)
+    expected = forward(model, prompt)
+    assert worst(before, [expected]) > 0.1
+    assert worst(engine.score([prompt]), [expected]) <= LOGITS
+    (output,) = engine.generate([prompt], max_new_tokens=4)
+    assert output.token_ids == continue_greedily(model, prompt, 4)
+
+
+@every_model
+def test_nothing_cached_from_old_weights_is_used(name: str) -> None:
+    """A step of the optimizer between any two steps of the engine: decoding, and half-way through a prompt."""
+    model, engine = served(name)
+    prompts = {engine.add_request(p, max_new_tokens=8): p for p in (text(name), text(name, 5, 1))}
+    made: dict[str, list[int]] = {name: [] for name in prompts}
+    for _ in range(3):
+        for event in engine.step():
+            assert event.token_id is not None
+            made[event.request_id].append(event.token_id)
+    stale = {
+        request: continue_greedily(model, prompts[request] + made[request], 8 - len(made[request]))
+        for request in prompts
+    }
+    train(model, name)
+    expected = {
+        request: continue_greedily(model, prompts[request] + made[request], 8 - len(made[request]))
+        for request in prompts
+    }
+    outputs = run_to_end(engine)
+    assert stale != expected
+    for request in prompts:
+        assert outputs[request].token_ids == made[request] + expected[request]
+
+
+@every_model
+def test_weights_change_between_the_chunks_of_a_prompt(name: str) -> None:
+    """Two long prompts do not fit into one step, so that one of them is half done when the weights change."""
+    model, engine = served(name)
+    prompts = {
+        engine.add_request(p, max_new_tokens=3): p for p in (text(name, 40), text(name, 50, 1))
+    }
+    engine.step()
+    running = engine._loop.scheduler.running
+    assert any(0 < request.num_cached < request.num_prompt for request in running)
+    made = {request.request_id: request.tokens[request.num_prompt :] for request in running}
+    train(model, name)
+    outputs = run_to_end(engine)
+    for request, prompt in prompts.items():
+        kept = made[request]
+        rest = continue_greedily(model, prompt + kept, 3 - len(kept))
+        assert outputs[request].token_ids == kept + rest
+
+
+@every_model
+def test_replaced_parameter(name: str) -> None:
+    """Another Parameter object in the place of the one that was captured."""
+    model, engine = served(name)
+    prompt = text(name)
+    layer = model.model.layers[-1].self_attn.o_proj
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight) / 8)
+    before = engine.score([prompt])
+    layer.weight = nn.Parameter(layer.weight.detach().flip(0))
+    expected = forward(model, prompt)
+    assert worst(before, [expected]) > 0.1
+    assert worst(engine.score([prompt]), [expected]) <= LOGITS
+
+
+@every_model
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict(name: str, assign: bool) -> None:
+    model, engine = served(name)
+    prompt = text(name)
+    other = build(name, seed=1 + assign)
+    before = engine.score([prompt])
+    model.load_state_dict(other.state_dict(), assign=assign)
+    expected = forward(other, prompt)
+    assert worst(before, [expected]) > 0.1
+    assert worst(engine.score([prompt]), [expected]) <= LOGITS
+
+
+@pytest.mark.xdist_group("live_weights_gemma2")
+@pytest.mark.xdist_group("live_weights_qwen3_next")
+def test_wrapping_and_serving_leave_the_model_as_it_was() -> None:
+    """Nothing of it is another object or was written to, and it keeps its implementations."""
+    name = "qwen3_next"
+    model = build(name, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    config = copy.deepcopy(model.config.to_dict())
+    tensors = {
+        path: (t, t.data_ptr(), t._version) for path, t in model.state_dict(keep_vars=True).items()
+    }
+    attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
+    engine = wrap(model)
+    engine.generate([text(name)], max_new_tokens=2)
+    engine.close()
+    assert model.config._attn_implementation == "eager"
+    assert model.config._experts_implementation == "eager"
+    assert model.config.to_dict() == config
+    after = model.state_dict(keep_vars=True)
+    assert {
+        path: (t, t.data_ptr(), t._version) for path, t in after.items()
+    }.keys() == tensors.keys()
+    for path, (tensor, address, version) in tensors.items():
+        assert after[path] is tensor
+        assert (tensor.data_ptr(), tensor._version) == (address, version)
+    for path, module in model.named_modules():
+        assert vars(module).keys() == attributes[path].keys()
+        assert all(vars(module)[key] is value for key, value in attributes[path].items())
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.xdist_group("live_weights_qwen3_next")
+def test_two_engines_on_one_model() -> None:
+    """Each keeps its own requests; both follow the weights."""
+    name = "qwen3_next"
+    model, first = served(name)
+    second = wrap(model, page_size=7)
+    prompts = [text(name, 9, seed) for seed in (3, 4)]
+    one = first.add_request(prompts[0], max_new_tokens=6)
+    two = second.add_request(prompts[1], max_new_tokens=6)
+    starts = [continue_greedily(model, prompt, 2) for prompt in prompts]
+    for _ in range(2):
+        first.step()
+        second.step()
+    train(model, name)
+    for engine, request, prompt, start in zip((first, second), (one, two), prompts, starts):
+        rest = continue_greedily(model, prompt + start, 4)
+        assert run_to_end(engine)[request].token_ids == start + rest
