@@ -97,7 +97,9 @@ def _facts(report: RewriteReport) -> list[str]:
     ]
     if report.validation is not None:
         lines.append(f"  validation  {report.validation}")
-    steps = ", ".join(f"{p.name} {p.matches} ({p.seconds:.2f} s)" for p in report.passes if p.matches)
+    steps = ", ".join(
+        f"{p.name} {p.matches} ({p.seconds:.2f} s)" for p in report.passes if p.matches
+    )
     lines.append(f"  passes      {steps}; {report.num_nodes} nodes, {report.seconds:.1f} s in all")
     return lines
 
