@@ -21,6 +21,9 @@ _MIN_SPLIT = 256
 
 _MAX_SPLITS = 64
 
+_WAVES = 8
+"""Programs a processor gets to work on, one after the other."""
+
 
 def paged_attention_triton(
     q: Tensor,
@@ -149,8 +152,8 @@ def _parts(width: int) -> tuple[int, int, int]:
 
 
 def _num_splits(device: torch.device, programs: int, max_length: int) -> int:
-    """Splits of a history such that a small batch fills the device eight times over."""
-    wanted = -(-8 * _num_processors(device) // programs)
+    """Splits of a history such that a small batch fills the device _WAVES times over."""
+    wanted = -(-_WAVES * _num_processors(device) // programs)
     return max(1, min(wanted, -(-max_length // _MIN_SPLIT), _MAX_SPLITS))
 
 
