@@ -37,11 +37,12 @@ Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torc
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step of one bucket: what repeats it, the buffer its metadata is copied to, and where it leaves the logits."""
+    """A step of one bucket: what repeats it, where its metadata and pages are copied to, and where it leaves logits."""
 
     replay: Callable[[], None]
     layout: Layout
     buffer: torch.Tensor
+    table: torch.Tensor
     logits: torch.Tensor
 
 
@@ -104,9 +105,11 @@ class DecodeGraphs:
         self._buckets = buckets(max_requests)
         self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
         self._recorded: dict[tuple[int, int], Recorded] = {}
-        self._table = torch.zeros(
-            self._buckets[-1], self._widths[-1], dtype=torch.int32, device=device
-        )
+        # One for each width: a part of a wider one would have other strides, for which layers were not compiled.
+        self._tables = {
+            width: torch.zeros(self._buckets[-1], width, dtype=torch.int32, device=device)
+            for width in self._widths
+        }
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
 
     def takes(self, num_sequences: int, num_tokens: int) -> bool:
@@ -123,7 +126,7 @@ class DecodeGraphs:
         table = arrays["block_table"]
         recorded = self.recorded(count, table.shape[1])
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
-        self._table[:count, : table.shape[1]] = upload({"": table}, self._table.device)[""]
+        recorded.table[:count, : table.shape[1]] = upload({"": table}, recorded.table.device)[""]
         recorded.replay()
         return recorded.logits
 
@@ -141,11 +144,12 @@ class DecodeGraphs:
 
     def _record(self, bucket: int, width: int) -> Recorded:
         layout = Layout.of(_metadata(bucket))
-        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self._table.device)
+        table = self._tables[width][:bucket]
+        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=table.device)
         inputs = {
             **layout.views(buffer),
             "cu_seqlens": self._offsets[: bucket + 1],
-            "block_table": self._table[:bucket, :width],
+            "block_table": table,
             **self._pools,
         }
         try:
@@ -153,7 +157,7 @@ class DecodeGraphs:
         except CaptureError as error:
             operator = self._explain(inputs) or "a decode step"
             raise CaptureError(f"{operator} cannot be recorded: {error}") from error
-        return Recorded(replay, layout, buffer, logits)
+        return Recorded(replay, layout, buffer, table, logits)
 
     def _step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ids = inputs["input_ids"]

@@ -21,8 +21,11 @@ _MIN_SPLIT = 256
 
 _MAX_SPLITS = 64
 
-_WAVES = 8
-"""Programs a processor gets to work on, one after the other."""
+_WAVES = 4
+"""Programs a processor gets to work on at least, side by side or one after the other.
+
+Measured on an H200 with contexts of 128 to 1280: splits of 1 for 128 sequences of 8 key heads, 4 for 16 and for one.
+"""
 
 
 def paged_attention_triton(

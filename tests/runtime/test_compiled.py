@@ -12,9 +12,11 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import regraft
 from regraft.rewriter.validate import reference_logits
+from regraft.runtime import cuda_graphs
 from regraft.runtime.outline import layer_of
 from regraft.runtime.runner import Runner
 from tests.families.models import FAMILIES, build
+from tests.runtime.test_cuda_graphs import called_again
 
 LENGTHS = (37, 1, 5, 24)
 
@@ -52,6 +54,25 @@ def test_layers_share_a_body_that_is_compiled_once_for_all_sizes(name, bodies):
             assert (found - wanted).abs().max() <= 1e-4, schedule
     assert compiled.num_compiled == bodies
     assert engine.report.notes == []
+
+
+def test_decode_graphs_of_any_bucket_run_what_was_compiled(monkeypatch):
+    """Their inputs lie as those that layers were compiled for: nothing is compiled again, nothing left out."""
+    monkeypatch.setattr(cuda_graphs, "_PAGES", (3, 8))
+    name = "qwen3"
+    model, engine = compiled_engine(name)
+    runner = runner_of(engine)
+    runner._graphs = cuda_graphs.DecodeGraphs(
+        runner._compiled, runner.pools, runner.last_tokens, 8, 40, called_again
+    )
+    texts = [FAMILIES[name].prompt(n, seed=n).tolist() for n in LENGTHS]
+    expected = reference_logits(model, texts)
+    for found, wanted in zip(engine.score(texts, schedule="decode"), expected):
+        assert (found - wanted).abs().max() <= 1e-4
+    assert {width for _, width in runner._graphs._recorded} == {3, 8, 40}
+    assert runner._compiled.num_compiled == 4
+    assert engine.report.notes == []
+    runner._graphs = None
 
 
 def test_a_replayed_region_stays_outside_and_the_report_says_so():
