@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -56,3 +57,39 @@ def test_benchmark(folder: Path) -> None:
     printed = run("benchmark_cpu.py", folder, "--chats", "4")
     assert printed.count("4 of 4") == 4
     assert "Regraft is" in printed
+
+
+def test_benchmark_beside_peers(tmp_path: Path) -> None:
+    options = [
+        "--requests",
+        "3",
+        "--prompt",
+        "8",
+        "20",
+        "--new",
+        "4",
+        "--tokens",
+        "256",
+        "--repeats",
+        "1",
+    ]
+    printed = run(
+        "benchmark.py", "--shape", "tiny", "--device", "cpu", *options, "--peers", "generate", "vllm",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert re.search(r"^Regraft is [\d.]+ times generate$", printed, re.MULTILINE), printed
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["Regraft", "generate", "vllm"]
+    assert all(row["tokens_per_second"] > 0 or row["problem"] for row in rows)
+
+
+def test_device_check_on_the_cpu(tmp_path: Path) -> None:
+    options = ["--requests", "3", "--new", "4", "--batches", "2,1", "--workers", "1"]
+    printed = run(
+        "device_check.py", "--device", "cpu", "--shape", "tiny", "--families", "llama", *options,
+        "--parts", "families,decode,load", "--out", tmp_path / "out.json",
+    )  # fmt: skip
+    assert "1 of 1 families right in float32" in printed
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert max(found["families"]["llama"]["float32"].values()) <= 1e-4
+    assert set(found["decode"]) == {"2", "1"}
