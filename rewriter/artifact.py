@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from .declare import RowSpec, StateSpec
+from .errors import RewriteError
 
 
 @dataclass
@@ -71,6 +72,8 @@ class LiveWeights:
     slots: tuple[tuple[nn.Module, str, str], ...]
     """(module of the wrapped model, name in it, attribute of the graph module)"""
     merged: tuple[Merged, ...] = ()
+    tied: tuple[tuple[nn.Module, str, int, str], ...] = ()
+    """Other places that held the tensor of a slot: (module, name in it, number of the slot, what is tied)"""
     replaced: int = 0
     _held: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Per slot the tensor that the graph reads, and its address."""
@@ -80,16 +83,21 @@ class LiveWeights:
         cls, model: nn.Module, names: Mapping[str, str], merged: tuple[Merged, ...] = ()
     ) -> LiveWeights:
         """`names`: attribute of the graph module -> the weight's full name in `model`."""
-        slots = []
+        slots, known = [], []
         for attribute, full in names.items():
             prefix, _, name = full.rpartition(".")
             owner = model.get_submodule(prefix)
             if hasattr(owner, name):  # constants of the trace have a name in the graph alone
                 slots.append((owner, name, attribute))
-        return cls(tuple(slots), merged)
+                known.append(full)
+        return cls(tuple(slots), merged, tuple(_tied(model, slots, known)))
 
     def refresh(self, module: fx.GraphModule) -> int:
-        """The version: another number whenever contents or place of a weight are others."""
+        """The version: another number whenever contents or place of a weight are others.
+
+        Raises RewriteError if two weights that were one tensor are two now: the graph reads one tensor for both.
+        """
+        self._check_ties()
         if not self._held:
             self._held = self._places(module)
         version, has_moved = 0, False
@@ -106,6 +114,15 @@ class LiveWeights:
             self._held = self._places(module)
         return version + self.replaced
 
+    def _check_ties(self) -> None:
+        for owner, name, at, both in self.tied:
+            tensor, partner = _tensor_of(owner, name), _tensor_of(*self.slots[at][:2])
+            if tensor is not partner and not _is_same_memory(tensor, partner):
+                raise RewriteError(
+                    f"{both} were one tensor when the model was wrapped, and are two now",
+                    fix="wrap the model again, or tie them as they were: model.tie_weights()",
+                )
+
     def _merge_again(self, module: fx.GraphModule) -> None:
         """What was merged and of which a part has moved."""
         for merged in self.merged:
@@ -118,6 +135,27 @@ class LiveWeights:
     def _places(self, module: fx.GraphModule) -> list[tuple[torch.Tensor, int]]:
         tensors = [getattr(module, attribute) for _, _, attribute in self.slots]
         return [(tensor, tensor.data_ptr()) for tensor in tensors]
+
+
+def _tied(
+    model: nn.Module, slots: Sequence[tuple[nn.Module, str, str]], names: Sequence[str]
+) -> Iterator[tuple[nn.Module, str, int, str]]:
+    """The places in `model` of every tensor that a slot holds, but for that slot; `names` are the slots' full names.
+
+    A trace cannot tell them apart: the graph reads one of them for all.
+    """
+    numbers: dict[int, int] = {}
+    for at, (owner, name, _) in enumerate(slots):
+        numbers.setdefault(id(_tensor_of(owner, name)), at)
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            at = numbers.get(id(tensor), -1)
+            if at >= 0 and (slots[at][0] is not module or slots[at][1] != name):
+                yield module, name, at, f"{path}.{name} and {names[at]}"
+
+
+def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.shape, one.stride()) == (two.data_ptr(), two.shape, two.stride())
 
 
 def _tensor_of(owner: nn.Module, name: str) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ MODELS = [
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@functools.cache
 def served(name: str) -> tuple[PreTrainedModel, regraft.Engine]:
     model = build(name)
     return model, wrap(model, max_batch_tokens=64, chunk_size=8)
@@ -39,7 +37,7 @@ def loss_of(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 def train(model: PreTrainedModel, name: str, steps: int = 1) -> None:
     """Optimizer steps that are large enough to change what the model says."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for step in range(steps):
         loss_of(model, text(name, 24, seed=100 + step)).backward()
         optimizer.step()
@@ -131,6 +129,47 @@ def test_load_state_dict(name: str, assign: bool) -> None:
 
 
 @pytest.mark.xdist_group("live_weights_gemma2")
+def test_tied_tensors_that_come_apart() -> None:
+    """The graph reads one tensor for both: once they are two, nothing is served until they are one again."""
+    model, engine = served("gemma2")
+    prompt, shared = text("gemma2"), model.model.embed_tokens.weight
+    model.lm_head.weight = shared
+    engine.score([prompt])
+    try:
+        model.lm_head.weight = nn.Parameter(shared.detach().flip(0))
+        with pytest.raises(
+            regraft.RewriteError, match="one tensor when the model was wrapped"
+        ) as caught:
+            engine.score([prompt])
+        assert "lm_head.weight" in caught.value.problem
+        assert "embed_tokens.weight" in caught.value.problem
+        assert "wrap the model again" in caught.value.fix
+    finally:
+        model.lm_head.weight = shared
+    assert worst(engine.score([prompt]), [forward(model, prompt)]) <= LOGITS
+    both = nn.Parameter(shared.detach().flip(0))
+    model.lm_head.weight = model.model.embed_tokens.weight = both
+    assert worst(engine.score([prompt]), [forward(model, prompt)]) <= LOGITS
+
+
+@every_model
+def test_training_goes_on_as_if_there_were_no_engine(name: str) -> None:
+    """Same loss and same gradients, to the bit, as a model that was never wrapped; before and after serving."""
+    model, engine = served(name)
+    fresh = build(name)
+    model.load_state_dict(fresh.state_dict())
+    loss_of(fresh, text(name)).backward()
+    for _ in range(2):
+        engine.generate([text(name), text(name, 3)], max_new_tokens=3)
+        model.zero_grad()
+        loss = loss_of(model, text(name))
+        loss.backward()
+        assert torch.equal(loss, loss_of(fresh, text(name)))
+        gradients = {path: p.grad for path, p in model.named_parameters()}
+        for path, parameter in fresh.named_parameters():
+            assert torch.equal(gradients[path], parameter.grad), path
+
+
 @pytest.mark.xdist_group("live_weights_qwen3_next")
 def test_wrapping_and_serving_leave_the_model_as_it_was() -> None:
     """Nothing of it is another object or was written to, and it keeps its implementations."""
