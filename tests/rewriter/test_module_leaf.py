@@ -14,6 +14,7 @@ from regraft.rewriter.module_leaf import is_module_leaf
 from tests.families.models import FAMILIES, build
 from tests.rewriter.remote_code import (
     HIDDEN,
+    VOCABULARY,
     Blocks,
     DataDependent,
     Model,
@@ -41,6 +42,15 @@ def test_the_smallest_module_is_found(mixer: type[nn.Module]) -> None:
     captured = capture(model)
     assert opaque_paths(captured) == ["layers.0.mixer", "layers.1.mixer"]
     assert_runs_like(model, captured)
+
+
+@pytest.mark.parametrize("mixer", [TimeLoop, DataDependent, Blocks])
+def test_the_meta_device_is_enough(mixer: type[nn.Module]) -> None:
+    model = Model(mixer).to("meta")
+    captured = capture(model)
+    assert opaque_paths(captured) == ["layers.0.mixer", "layers.1.mixer"]
+    assert captured.logits.meta["shape"] == (1, TOKENS, VOCABULARY)
+    assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_a_size_in_blocks_makes_the_module_around_it_opaque() -> None:

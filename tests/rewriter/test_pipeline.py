@@ -12,9 +12,11 @@ from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import CapturedGraph, is_aten
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.pipeline import GraphPass, rewrite
+from tests.tolerance import assert_close
 
 from . import toys
-from .toys import Server, alone, captured, rewritten, text
+from .serving import Server, serves
+from .toys import alone, captured, rewritten, text
 
 aten = torch.ops.aten
 
@@ -72,7 +74,7 @@ def test_a_pass_grafts_every_match(mix: toys.Mix) -> None:
     assert "nothing mixes" in str(state.proof)
     texts = [text(9), text(4, seed=1)]
     for got, ids in zip(Server(state, texts, padding=2).run((9, 4)), texts, strict=True):
-        toys.assert_close(got, alone(mix, ids))
+        assert_close(got, alone(mix, ids))
 
 
 def test_what_a_pass_declines_is_replayed_with_its_reason() -> None:
@@ -167,4 +169,4 @@ def test_plain_operations_must_not_read_caches() -> None:
 def test_replay_serves_a_chain_of_regions() -> None:
     state = rewritten(directly_again)
     assert [served.operator for served in state.served] == ["replay", "replay"]
-    toys.serves(state, directly_again)
+    serves(state, directly_again)

@@ -15,9 +15,11 @@ from regraft.rewriter.pattern import Region
 from regraft.rewriter.pipeline import Served, rewrite
 from regraft.rewriter.prefix import SHORTEST, check_prefix
 from regraft.rewriter.replay import Replay, RowLayout
+from tests.tolerance import assert_close
 
 from . import toys
-from .toys import HIDDEN, Mix, Toy, rewritten, rows_read, serves, text
+from .serving import Server, rows_read, serves
+from .toys import HIDDEN, Mix, Toy, rewritten, text
 
 SERVED = [
     toys.rows_only, toys.merged_view, toys.experts, toys.temperature, toys.learned_places, toys.running_mean,
@@ -81,6 +83,8 @@ def test_refused_by_the_analysis(mix: Mix) -> None:
         rewritten(mix)
     message = str(raised.value)
     assert f"the rewritten graph is not proven: {REFUSED[mix]} in mixer at toys.py:" in message
+    assert raised.value.operation == REFUSED[mix].rpartition(": ")[2]
+    assert raised.value.path == "mixer" and raised.value.source.startswith("toys.py:")
     assert "tokens of different requests would mix" in raised.value.fix
 
 
@@ -255,8 +259,6 @@ def test_texts_too_short_to_run_are_padded() -> None:
     assert served.replay is not None and served.replay.min_tokens == 3
     ids = text(37)
     expected = toys.alone(toys.late_convolution, ids)
-    got = toys.Server(state, [ids[:1], ids[:2], ids], padding=2).run(
-        (1, 1, 2), (0, 1, 1), (0, 0, 34)
-    )
+    got = Server(state, [ids[:1], ids[:2], ids], padding=2).run((1, 1, 2), (0, 1, 1), (0, 0, 34))
     for logits in got:
-        toys.assert_close(logits, expected[: len(logits)])
+        assert_close(logits, expected[: len(logits)])

@@ -18,7 +18,8 @@ from tests.tolerance import assert_close
 
 from . import toys
 from .programs import Program
-from .toys import HIDDEN, PAGE_SIZE, VOCABULARY, Server, alone, rewritten, text
+from .serving import PAGE_SIZE, Server, serves
+from .toys import HIDDEN, VOCABULARY, alone, rewritten, text
 
 WIDTH = HIDDEN // 2
 
@@ -56,7 +57,7 @@ def test_a_region_without_inputs() -> None:
     state = rewritten(toys.temperature)
     (served,) = state.served
     assert served.rows == [] and served.replay is not None and served.replay.layouts == ()
-    toys.serves(state, toys.temperature)
+    serves(state, toys.temperature)
 
 
 def test_picks_among_tokens_are_never_kept() -> None:
@@ -196,7 +197,7 @@ def test_a_broken_replay_is_found(
     state = rewritten(toys.attention)
     broken(monkeypatch)
     with pytest.raises(AssertionError, match="max abs error"):
-        toys.serves(state, toys.attention)
+        serves(state, toys.attention)
 
 
 def test_picks_would_be_kept_if_their_history_were_forgotten(
