@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from regraft.face import inspect, wrap
+    from regraft.passes.registry import register_pass, unregister_pass
+    from regraft.rewriter.backend_report import backend_reports
     from regraft.rewriter.compare import Comparison, compare
     from regraft.rewriter.errors import RewriteError
     from regraft.rewriter.report import RewriteReport
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from regraft.runtime.errors import RequestError
 
 _HOMES = {
+    "backend_reports": "rewriter.backend_report",
     "Comparison": "rewriter.compare",
     "compare": "rewriter.compare",
     "RewriteError": "rewriter.errors",
@@ -31,6 +34,8 @@ _HOMES = {
     "RequestError": "runtime.errors",
     "Engine": "runtime.engine",
     "inspect": "face",
+    "register_pass": "passes.registry",
+    "unregister_pass": "passes.registry",
     "wrap": "face",
 }
 __all__ = [
@@ -42,8 +47,11 @@ __all__ = [
     "RewriteReport",
     "Validation",
     "ValidationError",
+    "backend_reports",
     "compare",
     "inspect",
+    "register_pass",
+    "unregister_pass",
     "wrap",
 ]
 

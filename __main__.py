@@ -1,4 +1,4 @@
-"""The command line: `regraft inspect | generate MODEL`."""
+"""The command line: `regraft inspect | diff | generate ...`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import regraft
 
@@ -27,6 +29,10 @@ def _parser() -> argparse.ArgumentParser:
         "--strict", action="store_true", help="exit with 1 if a layer would be replayed"
     )
     inspect.set_defaults(run=_inspect)
+    diff = commands.add_parser("diff", help="what differs between two reports; 1 if anything does")
+    for name in ("old", "new"):
+        diff.add_argument(name, help="a report (of inspect --json), or what inspect takes")
+    diff.set_defaults(run=_diff)
     generate = commands.add_parser("generate", help="answer prompts with a model")
     generate.add_argument("model", help="a hub id or a folder")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
@@ -42,6 +48,24 @@ def _inspect(options: argparse.Namespace) -> int:
         report.to_html(options.html)
     replayed = any(layer.served == "replayed" for layer in report.layers)
     return 1 if options.strict and replayed else 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from regraft.rewriter.report_diff import diff
+
+    lines = diff(_report_of(options.old), _report_of(options.new))
+    print("\n".join(lines) or "served alike")
+    return 1 if lines else 0
+
+
+def _report_of(source: str) -> dict[str, Any]:
+    """A report read from its file, or made of a model."""
+    path = Path(source)
+    if path.suffix == ".json" and path.is_file():
+        data: dict[str, Any] = json.loads(path.read_text())
+        if "schema_version" in data:
+            return data
+    return regraft.inspect(source).to_dict()
 
 
 def _generate(options: argparse.Namespace) -> int:

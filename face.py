@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from regraft.loading import meta_model
-from regraft.passes import PIPELINE, merge_linears
+from regraft.passes import merge_linears
 from regraft.passes.logits import select_rows
+from regraft.passes.registry import pipeline
 from regraft.rewriter.admit import admit
 from regraft.rewriter.artifact import Artifact, LiveWeights, Merged
 from regraft.rewriter.capture import capture
@@ -113,7 +114,7 @@ def _settle(model: nn.Module) -> None:
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:
-    return rewrite(capture(model), PIPELINE, fallback=fallback)
+    return rewrite(capture(model), pipeline(), fallback=fallback)
 
 
 def _report(model: nn.Module, state: Rewriting, seconds: float) -> RewriteReport:

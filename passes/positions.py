@@ -3,7 +3,8 @@
     before   temperature = f(arange(T))            right only for a single sequence that starts at row 0
     after    temperature = f(position_ids[0])      right for every request in a packed row
 
-Not for an arange with another start, step or length: those are replayed.
+A count from another start, or in other steps, is the same of `start + step * position`. Not for one whose start or
+step is no constant integer, or of another length than the row's: those are replayed.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def pattern(region: Region) -> Index | Declined:
 
 
 def check(found: Index) -> Index | Declined:
-    if found.start != 0 or found.step != 1 or shape_of(found.node) != (TOKENS,):
-        return Declined(
-            "the arange does not count the row from 0 in steps of 1", found.node, progress=0.5
-        )
+    if type(found.start) is not int or type(found.step) is not int:
+        return Declined("the arange has a start or a step that is no constant", found.node, 0.5)
+    if shape_of(found.node) != (TOKENS,):
+        return Declined("the arange does not count the tokens of the row", found.node, 0.5)
     return found
 
 
@@ -49,6 +50,12 @@ def rewrite(found: Index, grafting: Grafting) -> None:
     dtype = found.node.meta["dtype"]
     positions = grafting.inputs["position_ids"]
     rows = grafting.call(aten.select.int, positions, 0, 0, shape=(TOKENS,), dtype=torch.int64)
+    for operation, operand, neutral in (
+        (aten.mul.Tensor, found.step, 1),
+        (aten.add.Tensor, found.start, 0),
+    ):
+        if operand != neutral:
+            rows = grafting.call(operation, rows, operand, shape=(TOKENS,), dtype=torch.int64)
     if dtype != torch.int64:
         rows = grafting.call(aten._to_copy.default, rows, dtype=dtype, shape=(TOKENS,))
     grafting.replace(found.node, rows)

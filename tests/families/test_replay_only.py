@@ -19,7 +19,7 @@ def test_replay_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [FAMILIES[name].prompt(n, seed=n).tolist() for n in LENGTHS]
     expected = [forward(model, tokens) for tokens in texts]
     grafted = wrap(model)
-    monkeypatch.setattr(face, "PIPELINE", ())
+    monkeypatch.setattr(face, "pipeline", tuple)
     replayed = wrap(model)
     assert {layer.served for layer in replayed.report.layers} == {"replayed"}
     assert {layer.served for layer in grafted.report.layers} == {"grafted"}

@@ -93,3 +93,10 @@ def test_device_check_on_the_cpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out.json").read_text())
     assert max(found["families"]["llama"]["float32"].values()) <= 1e-4
     assert set(found["decode"]) == {"2", "1"}
+
+
+def test_own_pass() -> None:
+    printed = run("own_pass.py")
+    assert "mixing | replayed" in printed
+    assert "running sum | grafted" in printed
+    assert printed.count("validation  passed") == 2
