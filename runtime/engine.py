@@ -23,6 +23,7 @@ from .prompts import as_list
 from .request import Request
 from .runner import RewrittenModel
 from .schedules import Schedule
+from .stats import EngineStats
 from .stream import Collector, TokenStream
 
 
@@ -186,6 +187,11 @@ class Engine:
             _output_of(request)
         return [request.logits for request in requests]
 
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine has done and what it holds now, as numbers."""
+        return self._loop.scheduler.stats
+
     def validate(self, *arguments: Any, **options: Any) -> Any:
         """Compares with the original model again, as large as asked."""
         if self._validator is None:
@@ -215,8 +221,13 @@ class Engine:
         request_id: str | None,
     ) -> Request:
         self._loop.check_open()
-        (request,) = self._factory.make([prompt], generation_config, fields, request_id)
-        request.detokenizer = self._factory.detokenizer()
+        request, *others = self._factory.make([prompt], generation_config, fields, request_id)
+        if others:
+            raise RequestError(
+                f"num_return_sequences={len(others) + 1} makes several requests: ask for them one "
+                "by one, or use generate"
+            )
+        request.detokenizer = request.stop_text or self._factory.detokenizer()
         return request
 
     def _collect(self, requests: Sequence[Request], collector: Collector) -> None:

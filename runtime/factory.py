@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList
 
 from . import sampler
 from .config import EngineConfig
 from .errors import RequestError
 from .generation_config import resolve
 from .prompts import check_length, to_token_ids
-from .request import Request, ScoreRequest
+from .request import PromptScores, Request, ScoreRequest
 from .runner import RewrittenModel
+from .sampling_params import SamplingParams
 from .schedules import Schedule, chunk_ends
-from .text import Detokenizer
+from .structured import grammar_processor
+from .text import Detokenizer, StopText
 
 
 class RequestFactory:
@@ -48,7 +53,11 @@ class RequestFactory:
         fields: Mapping[str, Any],
         request_id: str | None = None,
     ) -> list[Request]:
-        """One request per prompt, all of them checked; `request_id` is for a single one."""
+        """Each prompt's requests, one after another, all of them checked.
+
+        A prompt has `num_return_sequences` of them: the first is named `request_id`, which is for a
+        single prompt, the others `request_id__child#i`, as transformers names them.
+        """
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is no str: give a str, or none")
         model = self._model
@@ -57,16 +66,41 @@ class RequestFactory:
         all_params = resolve(
             self._generation_config, generation_config, fields, lengths, model.max_positions
         )
-        requests = []
+        requests: list[Request] = []
         for ids, params in zip(tokens, all_params):
             self._check_length(len(ids), params.max_new_tokens)
-            arrival = next(self._arrivals)
-            name = f"regraft-request-{arrival}" if request_id is None else request_id
-            request = Request(name, arrival, ids, params)
-            seed = (self._config.seed, arrival)
-            sampler.prepare(request, model.vocab_size, model.device, seed)
-            requests.append(request)
+            requests += self._make_family(ids, params, request_id)
         return requests
+
+    def _make_family(
+        self, ids: list[int], params: SamplingParams, request_id: str | None
+    ) -> Iterator[Request]:
+        name = request_id
+        for index in range(params.num_return_sequences):
+            arrival = next(self._arrivals)
+            name = f"regraft-request-{arrival}" if name is None else name
+            own_name = f"{name}__child#{index - 1}" if index else name
+            request = Request(own_name, arrival, ids, _child_params(params, index))
+            self._prepare(request)
+            yield request
+
+    def _prepare(self, request: Request) -> None:
+        """Gives a request all that its params ask for."""
+        params, model = request.params, self._model
+        seed = (self._config.seed, request.arrival)
+        sampler.prepare(request, model.vocab_size, model.device, seed)
+        grammar = grammar_processor(params, request.num_prompt, self._tokenizer, model.vocab_size)
+        if grammar is not None:
+            request.processors = LogitsProcessorList([*(request.processors or ()), grammar])
+        if params.prompt_logprobs:
+            request.prompt_scores = PromptScores(request.tokens, params.top_logprobs)
+        if params.stop_strings:
+            if self._tokenizer is None:
+                raise RequestError(
+                    f"stop_strings={list(params.stop_strings)!r} are texts, and the engine has no "
+                    "tokenizer: give it one"
+                )
+            request.stop_text = StopText(self._tokenizer, params.stop_strings)
 
     def make_score(self, sequences: Sequence[Any], schedule: Schedule) -> list[ScoreRequest]:
         """One request per sequence whose logits are wanted, cut as `schedule` says."""
@@ -88,3 +122,11 @@ class RequestFactory:
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         check_length(num_prompt, num_new, self._model.max_positions, self._max_cached)
+
+
+def _child_params(params: SamplingParams, index: int) -> SamplingParams:
+    """Those of the `index`-th of several requests for one prompt: each has random numbers of its own."""
+    if not index or params.seed is None:
+        return params
+    own = np.random.SeedSequence((params.seed, index)).generate_state(1, np.uint64)[0] >> 1
+    return replace(params, seed=int(own))

@@ -19,7 +19,10 @@ from transformers import GenerationConfig
 from .errors import RequestError
 from .sampling_params import SamplingParams, WarpParams
 
-_OWN = ("seed", "logprobs")
+_OWN = (
+    *("seed", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("logits_processor", "json_schema", "regex", "cache_salt"),
+)
 _LENGTHS = ("max_new_tokens", "max_length")
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "warp")
 _SERVED = frozenset((*_PARAMS, *WarpParams._fields, *_LENGTHS))
@@ -46,7 +49,6 @@ _DEFAULT_NEW_TOKENS = 20
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
-    "num_return_sequences": (1,),
     "guidance_scale": (1,),
     "diversity_penalty": (0,),
     "penalty_alpha": (0,),
@@ -55,6 +57,8 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
 
 _LIST_DEPTH = {
     "eos_token_id": 1,
+    "stop_strings": 1,
+    "logits_processor": 1,
     "suppress_tokens": 1,
     "begin_suppress_tokens": 1,
     "forced_eos_token_id": 1,

@@ -13,7 +13,7 @@ from .config import EngineConfig
 from .errors import EngineBusyError, EngineClosedError, RequestError
 from .output import FinishReason, RequestOutput, StreamToken
 from .pending import Pending
-from .request import PENDING, Request, ScoreRequest, Span, Status
+from .request import PENDING, Request, ScoreRequest, Span, Status, extras
 from .runner import RewrittenModel, Runner
 from .scheduler import Scheduler
 from .text import decode
@@ -110,6 +110,13 @@ class StepLoop:
 
     def close(self) -> None:
         """Cancels what is live and frees the pools. Closing twice is nothing."""
+    def fail(self, error: str) -> None:
+        """Ends every live request with this error."""
+        with self._state:
+            self._settle()
+            for request in list(self.live.values()):
+                self._finish(request, "error", error=error)
+
         with self._state:
             if self.closed:
                 return
@@ -163,8 +170,11 @@ class StepLoop:
                 if not request.num_remaining:
                     self._finish(request, "length")
             elif end > row:
-                sampled.append(request)
-                rows.append(row)
+                if request.prompt_scores is not None:
+                    request.prompt_scores.take(span.start, logits[row:end])
+                if span.end == len(request.tokens):
+                    sampled.append(request)
+                    rows.append(end - 1)
             row = end
         if not sampled:
             return None
@@ -190,7 +200,7 @@ class StepLoop:
     def _place(self, request: Request, position: int, token: int, logprob: float) -> None:
         if logprob != logprob:
             error = f"the logits after its token {position - 1} are not finite"
-            self._finish(request, "error", error=error)
+            self._finish(request, "error", error=request.error or error)
             return
         request.tokens[position] = token
         request.logprobs.append(logprob)
@@ -237,7 +247,7 @@ class StepLoop:
             token_ids=made,
             logprobs=request.logprobs if request.params.logprobs else None,
             finish_reason=reason,
-            text=None if self._tokenizer is None else decode(self._tokenizer, made),
+            text=self._text_of(request, made),
             error=error,
         )
         if request.sink is not None:
@@ -245,16 +255,25 @@ class StepLoop:
 
 
 def _stream_token(request: Request, token: int | None) -> StreamToken:
+            **extras(request),
     """The item of a stream for `token`, the last of `request`, or for its end without one."""
     output, text = request.output, ""
     if request.detokenizer is not None:
         text = request.detokenizer.push(token) if token is not None else ""
+    def _text_of(self, request: Request, made: list[int]) -> str | None:
+        if request.stop_text is not None:
+            request.stop_text.close()
+            return request.stop_text.text
+        return None if self._tokenizer is None else decode(self._tokenizer, made)
+
         text += request.detokenizer.flush() if output is not None else ""
     return StreamToken(
         request_id=request.request_id,
         token_id=token,
+    likeliest = request.top_logprobs and token is not None
         text=text,
         logprob=request.logprobs[-1] if token is not None and request.params.logprobs else None,
         finish_reason=None if output is None else output.finish_reason,
         output=output,
     )
+        top_logprobs=request.top_logprobs[len(request.logprobs) - 1] if likeliest else None,

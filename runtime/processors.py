@@ -26,8 +26,14 @@ def build_processors(
     A value that a processor does not take is a RequestError.
     """
     _check_vocabulary(params, vocab_size)
+    # As in `generate`: a caller's processor comes last, or in place of the built-in one of its type.
+    own = {type(processor): processor for processor in reversed(params.logits_processor)}
     try:
-        processors = lp.LogitsProcessorList(_history_processors(params, prompt, device))
+        processors = lp.LogitsProcessorList(
+            own.get(type(built_in), built_in)
+            for built_in in _history_processors(params, prompt, device)
+        )
+        processors.extend(p for p in params.logits_processor if p not in processors)
     except ValueError as error:
         raise RequestError(str(error)) from error
     return processors or None

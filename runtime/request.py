@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .output import FinishReason, RequestOutput, StreamToken
 from .sampling_params import SamplingParams
-from .text import Detokenizer
+from .text import Detokenizer, StopText
 
 PENDING = -1
 """In a request's tokens: one that the device has chosen and the host has not read yet."""
@@ -45,6 +47,8 @@ class Request:
         self.tokens = list(prompt)
         self.logprobs: list[float] = []
         self.num_cached = 0
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        self.prompt_scores: PromptScores | None = None
         self.pages: list[int] = []
         self.slot = 0
         self.status = Status.WAITING
@@ -52,7 +56,8 @@ class Request:
         self.error: str | None = None
         self.output: RequestOutput | None = None
         self.sink: Callable[[StreamToken], None] | None = None
-        self.detokenizer: Detokenizer | None = None
+        self.detokenizer: Detokenizer | StopText | None = None
+        self.stop_text: StopText | None = None
         self.processors: LogitsProcessorList | None = None
         self.generator: torch.Generator | None = None
 
@@ -62,6 +67,17 @@ class Request:
         return len(self.tokens) - self.num_cached
 
     @property
+    @property
+    def status(self) -> Status:
+        """Where it is; `started` is when it first left the queue (seconds of `perf_counter`)."""
+        return self._status
+
+    @status.setter
+    def status(self, value: Status) -> None:
+        if self.started is None and value is Status.RUNNING:
+            self.started = time.perf_counter()
+        self._status = value
+
     def num_output(self) -> int:
         """Tokens made so far."""
         return len(self.tokens) - self.num_prompt
@@ -87,10 +103,16 @@ class Request:
 
     def finish_reason_at(self, position: int) -> FinishReason | None:
         """Why the request ends with its token at `position`; None if it goes on."""
-        if self.tokens[position] in self.params.eos_token_id:
+        token, params = self.tokens[position], self.params
+        stops = self.stop_text is not None and self.stop_text.take(token)
+        if stops or token in params.eos_token_id:
             return "stop"
-        made = position + 1 - self.num_prompt
-        return "length" if made >= self.params.max_new_tokens else None
+        if position + 1 - self.num_prompt >= params.max_new_tokens:
+            return "length"
+        is_late = (
+            params.max_time is not None and time.perf_counter() - self.created > params.max_time
+        )
+        return "length" if is_late else None
 
 
 class ScoreRequest(Request):
@@ -141,6 +163,52 @@ class Span:
     @property
     def num_logits(self) -> int:
         """Rows of logits that the request wants of this span, at its end."""
-        if isinstance(self.request, ScoreRequest):
+        request = self.request
+        if isinstance(request, ScoreRequest):
+            return self.num_tokens
+        if request.prompt_scores is not None and self.start < request.num_prompt:
             return self.num_tokens
         return int(self.end == len(self.request.tokens))
+def extras(request: Request) -> dict[str, Any]:
+    """The fields of a request's output that only those have who asked for them."""
+    fields: dict[str, Any] = {}
+    if request.params.top_logprobs:
+        fields["top_logprobs"] = request.top_logprobs[: len(request.logprobs)]
+    if request.prompt_scores is not None:
+        fields["prompt_logprobs"] = request.prompt_scores.logprobs
+        if request.params.top_logprobs:
+            fields["prompt_top_logprobs"] = request.prompt_scores.top
+    return fields
+
+
+class PromptScores:
+    """Log-probabilities of a prompt's tokens, each after those before it; of its first one, None.
+
+    `top` are, at each place, the `count` likeliest tokens. Both have the prompt's length.
+    """
+
+    def __init__(self, prompt: Sequence[int], count: int) -> None:
+        self._prompt = list(prompt)
+        self._count = count
+        self.logprobs: list[float | None] = [None] * len(prompt)
+        self.top: list[list[tuple[int, float]]] = [[] for _ in prompt]
+
+    def take(self, start: int, logits: torch.Tensor) -> None:
+        """Reads the logits [n, vocab] after the tokens from index `start` on."""
+        wanted = self._prompt[start + 1 : start + 1 + len(logits)]
+        rows = logits[: len(wanted)].float().log_softmax(dim=-1)
+        tokens = torch.tensor(wanted, dtype=torch.int64, device=rows.device)
+        picked = rows.gather(-1, tokens[:, None])[:, 0].tolist()
+        self.logprobs[start + 1 : start + 1 + len(wanted)] = picked
+        if self._count:
+            for i, row in enumerate(rows):
+                self.top[start + 1 + i] = likeliest(row, self._count)
+
+
+def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
+    """Up to `count` tokens of one row [vocab] with their log-probabilities, best first; none of -inf."""
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    pairs = zip(ids.tolist(), values.tolist())
+    return [(token, value) for token, value in pairs if value > -torch.inf]
+
+

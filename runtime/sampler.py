@@ -7,6 +7,7 @@ rows with equal settings through one call of each warper.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from regraft.kernels.sampling import greedy
 
 from .processors import build_processors, build_warpers
-from .request import Request
+from .request import Request, likeliest
 from .sampling_params import WarpParams
+
+logger = logging.getLogger(__name__)
 
 _MOST_CANDIDATES = 1024
 _FEW_CANDIDATES = 256
@@ -60,6 +63,7 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Ten
         tokens, best = greedy(logits)
         return tokens, best * 0  # NaN where the logits are not finite
     scores = _process(logits.float(), requests)
+    _note_likeliest(scores, requests)
     groups: dict[tuple[WarpParams | None, bool], list[int]] = {}
     for i, request in enumerate(requests):
         params = request.params
@@ -96,9 +100,39 @@ def _process(scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
     scores = scores.clone()
     for i, request in enumerate(requests):
         if request.processors is not None:
-            history = torch.tensor([request.tokens], device=scores.device)
-            scores[i] = request.processors(history, scores[i : i + 1])[0]
+            scores[i] = _process_one(request, scores[i : i + 1])
     return scores
+
+
+def _process_one(request: Request, scores: torch.Tensor) -> torch.Tensor:
+    """One request's scores [1, vocab] after its processors: [vocab], NaN if one of them raises."""
+    assert request.processors is not None
+    history = torch.tensor([request.tokens], device=scores.device)
+    try:
+        processed = request.processors(history, scores)
+        if processed.shape != scores.shape:
+            raise ValueError(f"scores {list(scores.shape)} came back as {list(processed.shape)}")
+    except Exception as error:
+        # A caller's code may raise anything, and whatever it is ends that caller's request alone.
+        logger.exception("a processor of %s raised", request.request_id)
+        request.error = f"a logits processor raised {type(error).__name__}: {error}"
+        return torch.full_like(scores[0], torch.nan)
+    return processed[0]
+
+
+def _note_likeliest(scores: torch.Tensor, requests: Sequence[Request]) -> None:
+    """Gives the requests that want them the likeliest tokens, of the distribution drawn from."""
+    for i, request in enumerate(requests):
+        params = request.params
+        if params.top_logprobs:
+            row = scores[i : i + 1]
+            if params.do_sample:
+                row = build_warpers(params.warp, row.device)(_no_history(row), row)
+            request.top_logprobs.append(likeliest(row.log_softmax(dim=-1)[0], params.top_logprobs))
+
+
+def _no_history(scores: torch.Tensor) -> torch.Tensor:
+    return torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
 
 
 def _argmax(scores: torch.Tensor, *, logprobs: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,8 +167,7 @@ def _draw(
 def _draw_from_all(
     scores: torch.Tensor, warp: WarpParams, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    history = torch.empty(len(scores), 0, dtype=torch.int64, device=scores.device)
-    return _invert(build_warpers(warp, scores.device)(history, scores), uniforms)
+    return _invert(build_warpers(warp, scores.device)(_no_history(scores), scores), uniforms)
 
 
 def _common_part(warp: WarpParams) -> WarpParams:

@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 
 from .errors import RequestError
 
-_COUNTS = ("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size")
+_COUNTS = (
+    "min_length",
+    "min_new_tokens",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "top_logprobs",
+)
+_FLAGS = ("do_sample", "logprobs", "prompt_logprobs", "remove_invalid_values")
 
 
 class WarpParams(NamedTuple):
@@ -35,8 +42,12 @@ _PLAIN = WarpParams()
 class SamplingParams:
     """Checked settings of one request; names and meanings are GenerationConfig's.
 
-    `seed`, `logprobs` are Regraft's own: the seed of the request's own random numbers, and whether
-    its output carries log-probabilities. Token lists are tuples. A wrong value is a RequestError.
+    Regraft's own are: `seed`, of the request's own random numbers; `logprobs`, whether its output
+    carries log-probabilities; `top_logprobs`, of how many of the likeliest tokens at each place too;
+    `prompt_logprobs`, whether of the prompt's tokens too; `logits_processor`, processors of the
+    caller's, as `generate` takes them; `json_schema` and `regex`, one of which the text then is of;
+    `cache_salt`, with which alone it shares a prefix cache (a tenant's name, say).
+    Lists are tuples. A wrong value is a RequestError.
     """
 
     max_new_tokens: int
@@ -59,6 +70,15 @@ class SamplingParams:
     exponential_decay_length_penalty: tuple[int, float] | None = None
     suppress_tokens: tuple[int, ...] | None = None
     begin_suppress_tokens: tuple[int, ...] | None = None
+    num_return_sequences: int = 1
+    stop_strings: tuple[str, ...] = ()
+    max_time: float | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    logits_processor: tuple[Any, ...] = ()
+    json_schema: Any = None
+    regex: str | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -69,11 +89,15 @@ class SamplingParams:
             _check(name, getattr(self, name), "a whole number of 0 or more", _is_natural)
         for name in ("repetition_penalty", "encoder_repetition_penalty"):
             _check(name, getattr(self, name), "a number above 0", _is_scale)
-        for name in ("do_sample", "logprobs", "remove_invalid_values"):
+        for name in _FLAGS:
             _check(name, getattr(self, name), "True or False", _is_bool)
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             tokens = getattr(self, name) or ()
             _check(name, tokens, "a token id or a list of them", _are_tokens)
+        self._check_ends()
+        self._check_additions()
+        if self.cache_salt is not None:
+            _check("cache_salt", self.cache_salt, "a text, or None", _is_text)
         if self.seed is not None:
             _check("seed", self.seed, "a whole number from 0 to 2**63 - 1", _is_seed)
         if self.min_new_tokens > self.max_new_tokens:
@@ -83,6 +107,32 @@ class SamplingParams:
             )
         if self.do_sample:
             _check_warp(self.warp)
+
+    def _check_ends(self) -> None:
+        stops = self.stop_strings
+        _check("stop_strings", stops, "a text or a list of texts, none empty", _are_texts)
+        if self.max_time is not None:
+            _check("max_time", self.max_time, "seconds above 0", _is_scale)
+        number = self.num_return_sequences
+        if not _is_int(number) or number < 1:
+            raise RequestError(f"num_return_sequences={number!r}: give a whole number of 1 or more")
+
+    def _check_additions(self) -> None:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(f"top_logprobs={self.top_logprobs} needs logprobs=True")
+        for processor in self.logits_processor:
+            if not callable(processor):
+                raise RequestError(
+                    f"logits_processor holds {processor!r}, which cannot be called: give "
+                    "LogitsProcessor objects"
+                )
+        if self.json_schema is not None and self.regex is not None:
+            raise RequestError("json_schema and regex both say what the text is: give one of them")
+        if self.json_schema is not None:
+            wanted = "a JSON schema as a dict, or its text"
+            _check("json_schema", self.json_schema, wanted, _is_schema)
+        if self.regex is not None:
+            _check("regex", self.regex, "a regular expression as text", _is_text)
 
 
 def _check_warp(warp: WarpParams) -> None:
@@ -133,3 +183,15 @@ def _is_share(value: Any) -> bool:
 
 def _are_tokens(value: Any) -> bool:
     return all(_is_natural(token) for token in value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _are_texts(value: Any) -> bool:
+    return all(_is_text(text) for text in value)
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict) or _is_text(value)

@@ -40,6 +40,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. Arrivals come in order."""
+        *,
+        has_states: bool = False,
         self.waiting[request.arrival] = request
 
     def schedule(self) -> list[Span]:
@@ -51,7 +53,7 @@ class Scheduler:
         preempted = self._grow_running()
         budget, chunk_size = self.config.max_batch_tokens, self.config.chunk_size
         spans: list[Span] = []
-        active = [request for request in self.running if not request.is_full]
+        active = [r for r in self.running if not (r.is_full or r.is_held)]
         decodes = [request for request in active if request.num_remaining == 1]
         prompts = [request for request in active if request.num_remaining > 1]
         # The oldest unfinished prompt gets on in every step, however many requests decode.
@@ -93,7 +95,7 @@ class Scheduler:
 
     def _plan(self, spans: list[Span], request: Request, budget: int) -> int:
         """Plans what fits of a running request; the number of tokens planned."""
-        end = request.next_end(budget, self.config.chunk_size)
+        end = cut(request, request.next_end(budget, self.config.chunk_size))
         if end > request.num_cached:
             spans.append(Span(request, request.num_cached, end))
         return end - request.num_cached
@@ -146,7 +148,6 @@ class Scheduler:
 
     def _take_pages(self, request: Request, count: int) -> None:
         if count > 0:
-            longest = request.num_prompt + request.params.max_new_tokens
             last = request.pages[-1] if request.pages else 0
             pages = self.pages.take(count, last, self.pages.pages_for(longest))
             self.tables.extend(request.slot, len(request.pages), pages)
@@ -158,3 +159,5 @@ class Scheduler:
         self.slots.give_back(request.slot)
         request.pages = []
         request.slot = 0
+                self._unshare(request)
+        request.num_preemptions += 1
