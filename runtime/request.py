@@ -46,12 +46,15 @@ class Request:
         self.num_prompt = len(prompt)
         self.tokens = list(prompt)
         self.logprobs: list[float] = []
-        self.num_cached = 0
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.prompt_scores: PromptScores | None = None
+        self.num_cached = 0
         self.pages: list[int] = []
         self.slot = 0
-        self.status = Status.WAITING
+        self.created = time.perf_counter()
+        self.started: float | None = None
+        self.is_held = False
+        self._status = Status.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.output: RequestOutput | None = None
@@ -61,12 +64,6 @@ class Request:
         self.processors: LogitsProcessorList | None = None
         self.generator: torch.Generator | None = None
 
-    @property
-    def num_remaining(self) -> int:
-        """Known tokens that are not in the caches yet."""
-        return len(self.tokens) - self.num_cached
-
-    @property
     @property
     def status(self) -> Status:
         """Where it is; `started` is when it first left the queue (seconds of `perf_counter`)."""
@@ -78,6 +75,12 @@ class Request:
             self.started = time.perf_counter()
         self._status = value
 
+    @property
+    def num_remaining(self) -> int:
+        """Known tokens that are not in the caches yet."""
+        return len(self.tokens) - self.num_cached
+
+    @property
     def num_output(self) -> int:
         """Tokens made so far."""
         return len(self.tokens) - self.num_prompt
@@ -147,28 +150,6 @@ class ScoreRequest(Request):
         return self.cuts[bisect.bisect_right(self.cuts, self.num_cached)]
 
 
-@dataclass(slots=True)
-class Span:
-    """Tokens `start` to `end` of a request, computed in one step."""
-
-    request: Request
-    start: int
-    end: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the span."""
-        return self.end - self.start
-
-    @property
-    def num_logits(self) -> int:
-        """Rows of logits that the request wants of this span, at its end."""
-        request = self.request
-        if isinstance(request, ScoreRequest):
-            return self.num_tokens
-        if request.prompt_scores is not None and self.start < request.num_prompt:
-            return self.num_tokens
-        return int(self.end == len(self.request.tokens))
 def extras(request: Request) -> dict[str, Any]:
     """The fields of a request's output that only those have who asked for them."""
     fields: dict[str, Any] = {}
@@ -212,3 +193,25 @@ def likeliest(logprobs: torch.Tensor, count: int) -> list[tuple[int, float]]:
     return [(token, value) for token, value in pairs if value > -torch.inf]
 
 
+@dataclass(slots=True)
+class Span:
+    """Tokens `start` to `end` of a request, computed in one step."""
+
+    request: Request
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the span."""
+        return self.end - self.start
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits that the request wants of this span, at its end."""
+        request = self.request
+        if isinstance(request, ScoreRequest):
+            return self.num_tokens
+        if request.prompt_scores is not None and self.start < request.num_prompt:
+            return self.num_tokens
+        return int(self.end == len(request.tokens))

@@ -40,8 +40,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. Arrivals come in order."""
-        *,
-        has_states: bool = False,
         self.waiting[request.arrival] = request
 
     def schedule(self) -> list[Span]:
@@ -95,7 +93,7 @@ class Scheduler:
 
     def _plan(self, spans: list[Span], request: Request, budget: int) -> int:
         """Plans what fits of a running request; the number of tokens planned."""
-        end = cut(request, request.next_end(budget, self.config.chunk_size))
+        end = request.next_end(budget, self.config.chunk_size)
         if end > request.num_cached:
             spans.append(Span(request, request.num_cached, end))
         return end - request.num_cached
@@ -148,6 +146,7 @@ class Scheduler:
 
     def _take_pages(self, request: Request, count: int) -> None:
         if count > 0:
+            longest = request.num_prompt + request.params.max_new_tokens
             last = request.pages[-1] if request.pages else 0
             pages = self.pages.take(count, last, self.pages.pages_for(longest))
             self.tables.extend(request.slot, len(request.pages), pages)
@@ -159,5 +158,3 @@ class Scheduler:
         self.slots.give_back(request.slot)
         request.pages = []
         request.slot = 0
-                self._unshare(request)
-        request.num_preemptions += 1
