@@ -108,8 +108,6 @@ class StepLoop:
         finally:
             self._stepping.release()
 
-    def close(self) -> None:
-        """Cancels what is live and frees the pools. Closing twice is nothing."""
     def fail(self, error: str) -> None:
         """Ends every live request with this error."""
         with self._state:
@@ -117,6 +115,8 @@ class StepLoop:
             for request in list(self.live.values()):
                 self._finish(request, "error", error=error)
 
+    def close(self) -> None:
+        """Cancels what is live and frees the pools. Closing twice is nothing."""
         with self._state:
             if self.closed:
                 return
@@ -249,31 +249,31 @@ class StepLoop:
             finish_reason=reason,
             text=self._text_of(request, made),
             error=error,
+            **extras(request),
         )
         if request.sink is not None:
             request.sink(_stream_token(request, token))
 
-
-def _stream_token(request: Request, token: int | None) -> StreamToken:
-            **extras(request),
-    """The item of a stream for `token`, the last of `request`, or for its end without one."""
-    output, text = request.output, ""
-    if request.detokenizer is not None:
-        text = request.detokenizer.push(token) if token is not None else ""
     def _text_of(self, request: Request, made: list[int]) -> str | None:
         if request.stop_text is not None:
             request.stop_text.close()
             return request.stop_text.text
         return None if self._tokenizer is None else decode(self._tokenizer, made)
 
+
+def _stream_token(request: Request, token: int | None) -> StreamToken:
+    """The item of a stream for `token`, the last of `request`, or for its end without one."""
+    output, text = request.output, ""
+    likeliest = request.top_logprobs and token is not None
+    if request.detokenizer is not None:
+        text = request.detokenizer.push(token) if token is not None else ""
         text += request.detokenizer.flush() if output is not None else ""
     return StreamToken(
         request_id=request.request_id,
         token_id=token,
-    likeliest = request.top_logprobs and token is not None
         text=text,
         logprob=request.logprobs[-1] if token is not None and request.params.logprobs else None,
+        top_logprobs=request.top_logprobs[len(request.logprobs) - 1] if likeliest else None,
         finish_reason=None if output is None else output.finish_reason,
         output=output,
     )
-        top_logprobs=request.top_logprobs[len(request.logprobs) - 1] if likeliest else None,
