@@ -84,7 +84,13 @@ def read_plan(core: Core) -> Plan | Declined:
     if isinstance(sinks, Declined):
         return _at(sinks, core)
     if slopes is not None and sinks is not None:
-        return _at(Declined("sinks together with a slope by position"), core)
+        return _at(
+            Declined(
+                "sinks together with a slope by position",
+                fix="the softmax had sinks or a slope, not both",
+            ),
+            core,
+        )
     by_distance = _distance_rows(score, core)
     if isinstance(by_distance, Declined):
         return _at(by_distance, core)
@@ -112,13 +118,19 @@ def _matching_rows(
     for name, (element, token, at) in zip("qkv", elements):
         candidates = find_rows(element, token, at, axes.h)
         if not candidates:
-            return Declined(f"{name} is not laid out as rows of heads", element[0])
+            return Declined(
+                f"{name} is not laid out as rows of heads", element[0],
+                fix=f"{name} were one projection of the token's own row, split into heads",
+            )  # fmt: skip
         in_order = [rows for rows in candidates if rows.head == _group(axes.h, rows.heads)]
         if name == "q":
             in_order = [rows for rows in in_order if rows.heads == axes.h.size]
         if not in_order:
             head = shorten(candidates[0].head)
-            return Declined(f"query head h reads head {head} of {name}", candidates[0].node)
+            return Declined(
+                f"query head h reads head {head} of {name}", candidates[0].node,
+                fix=f"neighbouring query heads shared one head of {name}",
+            )  # fmt: skip
         if name != "q":
             in_order.append(without_repeats(in_order[-1], token, at, axes.h))
         found.append(in_order)
@@ -134,8 +146,13 @@ def _alike(
             return q, k, v
     q, k, v = q_rows[0], k_rows[0], v_rows[0]
     if q.dtype != k.dtype or k.dtype != v.dtype:
-        return Declined(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}", k.node)
-    return Declined(f"k has {k.heads} heads and v has {v.heads}", k.node)
+        return Declined(
+            f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}", k.node,
+            fix="all three were cast to one dtype before the product",
+        )  # fmt: skip
+    return Declined(
+        f"k has {k.heads} heads and v has {v.heads}", k.node, fix="k and v had as many heads"
+    )
 
 
 def _group(h: Index, heads: int) -> Expr | None:

@@ -53,7 +53,9 @@ def pattern(region: Region) -> Call | Declined:
 def check(call: Call) -> Plan | Declined:
     """Rows as they should be, and no state that comes from elsewhere."""
     if call.arguments["initial_state"] is not None:
-        return Declined("starts from a given state", call.closer, 0.8)
+        return Declined(
+            "starts from a given state", call.closer, 0.8, fix="the function started from zero"
+        )
     sizes = bind_sizes(call, LAYOUTS)
     return sizes if isinstance(sizes, Declined) else Plan(call, sizes)
 

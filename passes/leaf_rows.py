@@ -81,6 +81,7 @@ def _bind(call: Call, name: str, words: list[str], sizes: Sizes) -> Declined | N
         f"{call.name}: expected {name} as [{', '.join(words)}] {sizes or ''}, got {[*shape]}",
         node,
         0.5,
+        fix=f"the function were called with {name} as [{', '.join(words)}]",
     )
     if len(shape) != len(words):
         return wrong
@@ -93,9 +94,14 @@ def _bind(call: Call, name: str, words: list[str], sizes: Sizes) -> Declined | N
         ):
             return wrong
     if "T" in words and node not in call.region.inputs:
-        return Declined(f"{call.name}: {name} is not one row per token", node, 0.7)
+        return Declined(
+            f"{call.name}: {name} is not one row per token", node, 0.7,
+            fix=f"what computes {name} read each token's own row alone",
+        )  # fmt: skip
     if "T" not in words and _reads_tokens(node):
-        return Declined(f"{call.name}: {name} depends on tokens", node, 0.7)
+        return Declined(
+            f"{call.name}: {name} depends on tokens", node, 0.7, fix=f"{name} were a weight"
+        )
     return None
 
 

@@ -49,7 +49,9 @@ def pattern(region: Region) -> Call | Declined:
 def check(call: Call) -> Plan | Declined:
     """Rows and weights as they should be, heads in groups, and no state that comes from elsewhere."""
     if call.arguments["initial_states"] is not None:
-        return Declined("starts from a given state", call.closer, 0.8)
+        return Declined(
+            "starts from a given state", call.closer, 0.8, fix="the function started from zero"
+        )
     sizes = bind_sizes(call, ROWS | WEIGHTS)
     if isinstance(sizes, Declined):
         return sizes

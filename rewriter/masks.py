@@ -77,11 +77,17 @@ def read_relation(allowed: Condition, q: Index, k: Index) -> Relation | Declined
     bands = _union([band for band in bands if not band.empty])
     unknown = sorted({str(shorten(c)) for band in bands for c in band.unknown})
     if unknown:
-        return Declined(f"the mask is no relation of positions: {' & '.join(unknown)}")
+        return Declined(
+            f"the mask is no relation of positions: {' & '.join(unknown)}",
+            fix="whether a key is seen followed from its position and the query's alone",
+        )
     if not bands:
-        return Declined("the mask lets no key through")
+        return Declined("the mask lets no key through", fix="every query saw a key")
     if len(bands) > 1:
-        return Declined(f"the mask is no single window: {shorten(allowed)}")
+        return Declined(
+            f"the mask is no single window: {shorten(allowed)}",
+            fix="the keys that a query sees were one run of positions that ends at itself",
+        )
     return _parameters(bands[0])
 
 
@@ -103,12 +109,21 @@ def distances(condition: Condition, q: Index, k: Index) -> tuple[int | None, int
 def _parameters(band: _Band) -> Relation | Declined:
     if band.low is None or band.low < 0:
         later = "all later keys" if band.low is None else f"{-band.low} later keys"
-        return Declined(f"not causal: a query also attends to {later}")
+        return Declined(
+            f"not causal: a query also attends to {later}",
+            fix="no query saw a later key: what looks ahead cannot be served token by token",
+        )
     if band.low > 0:
-        return Declined(f"a query does not attend to its own key: the mask is k <= q - {band.low}")
+        return Declined(
+            f"a query does not attend to its own key: the mask is k <= q - {band.low}",
+            fix="the mask were k <= q",
+        )
     smallest = min(band.chunks, default=0)
     if any(chunk % smallest for chunk in band.chunks):
-        return Declined(f"chunks of different sizes, {sorted(band.chunks)}, that do not nest")
+        return Declined(
+            f"chunks of different sizes, {sorted(band.chunks)}, that do not nest",
+            fix="each size divided the next",
+        )
     return Relation(0 if band.high is None else band.high + 1, smallest)
 
 

@@ -83,7 +83,10 @@ def read_score(
     parts = [_split(when, _causal(leaf, axes), axes, is_product) for when, leaf in open_leaves]
     if len({(part.core, part.same_for_all) for part in parts}) > 1:
         formulas = sorted({shorten(leaf) for _, leaf in open_leaves})
-        return Declined(f"the score has {len(formulas)} formulas: {'; '.join(formulas)}")
+        return Declined(
+            f"the score has {len(formulas)} formulas: {'; '.join(formulas)}",
+            fix="all heads and positions shared one formula",
+        )
     core = _read_product(parts[0].core, is_product)
     if isinstance(core, Declined):
         return core
@@ -127,7 +130,9 @@ def _read_bias(
         found = read_distance_bias([(part.when, part.bias) for part in parts], axes.q, axes.k)
         return found if isinstance(found, Declined) else (None, found)
     if len(biases) > 1:
-        return Declined(f"the score has {len(biases)} biases: {shorten(biases)}")
+        return Declined(
+            f"the score has {len(biases)} biases: {shorten(biases)}", fix="one bias were added"
+        )
     slope = _read_slope(biases.pop(), axes)
     return slope if isinstance(slope, Declined) else (slope, None)
 
@@ -182,7 +187,10 @@ def _read_product(
         rebuilt = scale * product
     same = sympy.expand(core - rebuilt)
     if not scale.is_number:
-        return Declined(f"the scale of the scores is no constant: {shorten(core)}")
+        return Declined(
+            f"the scale of the scores is no constant: {shorten(core)}",
+            fix="the product were scaled by a number; one for each query belongs into q",
+        )
     if same != 0 and not _same_function(core, rebuilt, product):
         return Declined(
             f"the score is no known function of the product of q and k: {shorten(core)}"
@@ -209,7 +217,10 @@ def _read_slope(bias: Expr, axes: Axes) -> Expr | Declined:
     slope = bias.coeff(axes.k)
     rest = sympy.expand(bias - slope * axes.k)
     if rest != 0 or slope.free_symbols - _names(slope) - {axes.h}:
-        return Declined(f"the score has a further term: {shorten(bias)}")
+        return Declined(
+            f"the score has a further term: {shorten(bias)}",
+            fix="what is added to the product were a slope or a table by distance",
+        )
     return slope
 
 
@@ -221,7 +232,10 @@ def _read_sink(
         return None
     value = sympy.expand(value - same_for_all)
     if value.free_symbols - _names(value) - {axes.h}:
-        return Declined(f"the column beside the keys depends on the token: {shorten(value)}")
+        return Declined(
+            f"the column beside the keys depends on the token: {shorten(value)}",
+            fix="the column were one number per head",
+        )
     return value
 
 

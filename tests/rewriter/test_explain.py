@@ -1,0 +1,87 @@
+"""`report.explain`: the nearest pattern, how far it got, where it failed, and what would make it match."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import regraft
+
+PATH = "model.layers.1.self_attn"
+
+
+class Attention(nn.Module):
+    """One head, spelled out; `allowed` is what a near miss changes."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+
+    def allowed(self, index: Tensor) -> Tensor:
+        return index[None, :] <= index[:, None]
+
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        q, k, v = (part(hidden_states) for part in (self.q, self.k, self.v))
+        scores = q @ k.transpose(1, 2)
+        mask = self.allowed(torch.arange(hidden_states.shape[1], device=hidden_states.device))
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1) @ v, None
+
+
+class Strided(Attention):
+    def allowed(self, index: Tensor) -> Tensor:
+        return super().allowed(index) & (index[None, :] % 3 != 1)
+
+
+class Summed(Attention):
+    def forward(self, hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
+        return hidden_states.cumsum(1), None
+
+
+def report(attention: type[Attention]) -> regraft.RewriteReport:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.model.layers[1].self_attn = attention(config)
+    return regraft.inspect(model)
+
+
+def test_what_is_grafted_needs_no_reason() -> None:
+    text = report(Attention).explain(PATH)
+    assert text.startswith(f"{PATH}: attention | grafted: regraft::paged_attention")
+    assert "mixes at test_explain.py:" in text
+    assert "of the way" not in text
+
+
+def test_a_near_miss() -> None:
+    """The pass, the part of the way it got, the reason with its formula, the source line, and what it would take."""
+    lines = report(Strided).explain(PATH).splitlines()
+    assert lines[0].startswith(f"{PATH}: attention | replayed | row ")
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("  pass attention got 50%")]
+    assert "of the way: the mask is no relation of positions: Ne(" in lines[at]
+    assert "test_explain.py:" in lines[at + 1]
+    assert lines[at + 2] == (
+        "    it would match if whether a key is seen followed from its position and the query's alone"
+    )
+
+
+def test_nothing_came_near() -> None:
+    text = report(Summed).explain(PATH)
+    assert "no pass came near: experts, length_switch, " in text
+    assert "found nothing of theirs here" in text
+    assert "mixes at test_explain.py:" in text
+
+
+def test_a_whole_part_of_the_model() -> None:
+    """Every layer below a path."""
+    text = report(Strided).explain("model.layers")
+    assert text.count("\n\n") == 1
+    assert "model.layers.0.self_attn" in text
+
+
+def test_a_place_where_nothing_mixes() -> None:
+    with pytest.raises(KeyError, match=r"nothing mixes tokens at 'model\.layers\.1\.mlp'"):
+        report(Attention).explain("model.layers.1.mlp")
