@@ -22,6 +22,7 @@ from .errors import RewriteError
 from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
 from .lift import lift, own_files
+from .meta_twin import shapes_only
 from .module_leaf import attach_calls
 from .normal_form import normalize
 from .opaque import OpaqueModules, Settings, Untraceable, example_row
@@ -96,8 +97,10 @@ class _PackedRow(nn.Module):
         return logits
 
     def run(self, length: int) -> torch.Tensor:
-        """A real pass over a row of this length."""
-        logits: torch.Tensor = self(*example_row(length, next(self.parameters()).device))
+        """A real pass over a row of this length; on the meta device, one with fake tensors."""
+        device = next(self.parameters()).device
+        with shapes_only() if device.type == "meta" else contextlib.nullcontext():
+            logits: torch.Tensor = self(*example_row(length, device))
         return logits
 
 
@@ -195,7 +198,7 @@ def _interval(watch: Watch, first: int, last: int) -> Interval:
     where = Interval(2)  # export takes sizes 0 and 1 apart from all others
     for index in range(first, last):
         guard = guards[index]
-        if guard.expr.free_symbols != {symbol} or _about_layout(guard):
+        if guard.expr.free_symbols != {symbol} or about_layout(guard):
             continue
         interval = guard_interval(guard.expr, symbol, EXAMPLE_TOKENS)
         if interval is None:
@@ -205,7 +208,7 @@ def _interval(watch: Watch, first: int, last: int) -> Interval:
     return where
 
 
-def _about_layout(guard: ShapeGuard) -> bool:
+def about_layout(guard: ShapeGuard) -> bool:
     """Whether a guard only decided how torch lays a result out in memory, not what is in it.
 
     That is: whether a tensor is contiguous (and so whether it is copied), and along which dimensions `view` works its

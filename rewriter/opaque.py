@@ -14,6 +14,7 @@ from torch import nn
 from .errors import RewriteError
 from .leaf_shapes import Example, example_of, results_in_tokens
 from .leaves import LeafUnsupported
+from .meta_twin import off_meta, on_meta
 from .module_leaf import Arguments, ModuleCall, emit, owned_tensors
 from .untouched import storage_key, untouched, writes_undone
 
@@ -95,7 +96,7 @@ class OpaqueModules:
         self._examples[length] = calls
 
     def _recorder(self, calls: list[Example], module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+        forward = off_meta(module) if on_meta(module) else module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
             output, example = example_of(forward, args, kwargs)

@@ -12,7 +12,7 @@ from .value import Value, fitted, make, together
 POINTWISE = """
     abs acos add addcdiv addcmul alias __and__ angle asin atan atan2 bitwise_and bitwise_left_shift
     bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
-    complex _conj conj conj_physical contiguous cos cosh detach div elu eq erf erfc erfinv exp exp2 expm1 fill
+    complex _conj conj conj_physical contiguous cos cosh detach div dropout elu eq erf erfc erfinv exp exp2 expm1 fill
     float_power floor floor_divide fmod frac ge gelu gt hardshrink hardsigmoid hardswish hardtanh hypot imag
     isfinite isinf isnan ldexp le leaky_relu lerp lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid
     logaddexp logical_and logical_not logical_or logical_xor logit __lshift__ lt masked_fill maximum minimum

@@ -91,5 +91,7 @@ def expert_linear(facts: Facts) -> Value:
 OPERATOR_RULES["_operator.getitem"] = getitem
 OPERATOR_RULES["size arithmetic"] = size_arithmetic
 OPERATOR_RULES["regraft::expert_linear"] = expert_linear
+OPERATOR_RULES["regraft::stop_gradient"] = lambda facts: facts.value(facts.tensor(0, "x"))
+OPERATOR_RULES["regraft::own_gradient"] = lambda facts: facts.value(facts.tensor(0, "result"))
 OPERATOR_RULES["grafted"] = grafted
 OPERATOR_RULES["leaf"] = opaque_leaf

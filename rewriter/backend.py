@@ -1,0 +1,173 @@
+"""`torch.compile(model, backend="regraft")`: the passes on Dynamo's graph, for calls that keep no cache.
+
+    model = torch.compile(model, backend="regraft")                       # found by entry point: nothing to import
+    model = torch.compile(model, backend="regraft", options={"backend": "aot_eager"})
+
+Served are the calls in which people train, score and evaluate: a batch `[B, T]`, plain or padded under an
+`attention_mask`, and a packed row whose `position_ids` begin anew at each sequence. Such a graph becomes one packed
+row without padding, whose sequences never see each other. Every other graph goes to the inner backend as it is.
+
+What is at a padded place of a result is zero, where the model itself leaves something that nobody should read.
+
+Options:
+    backend     the backend that compiles what Regraft has rewritten, and every graph that it leaves alone: the name
+                of one, "inductor" by default ("eager" runs the rewritten graph as it is)
+    fallback    "replay" (default): a mixing that no pass knows runs over each sequence as it is;
+                "refuse": a graph with such a mixing goes to the inner backend
+    strict      False (default); True: a graph over token ids that cannot be grafted is an error
+
+`backend_reports()` says what became of each graph.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import fx
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import CompileContext
+
+from .backend_report import GraphReport, record
+from .dynamo_cut import unknown_nodes
+from .dynamo_graft import graft
+from .dynamo_inputs import Inputs, read_inputs, source_name
+from .dynamo_prepare import Preparation, needs_preparation, prepare
+from .dynamo_unused import with_unused_inputs
+from .errors import RewriteError
+from .grafted import Grafted
+from .pattern import Declined
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `torch.compile(..., options=...)` may say; see the head of this file."""
+
+    backend: str = "inductor"
+    fallback: str = "replay"
+    strict: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
+        """Raises UnknownOption, a ValueError."""
+        given = dict(options or {})
+        known = cls.__dataclass_fields__
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            raise UnknownOption(
+                f"unknown option {', '.join(map(repr, unknown))}: regraft has {', '.join(known)}"
+            )
+        made = cls(**given)
+        if made.fallback not in ("replay", "refuse"):
+            raise UnknownOption(f'fallback={made.fallback!r}: expected "replay" or "refuse"')
+        if not isinstance(made.backend, str) or made.backend == "regraft":
+            raise UnknownOption(f"backend={made.backend!r}: expected the name of another backend")
+        return made
+
+
+class UnknownOption(ShortenTraceback, ValueError):
+    """An option that there is not, or a value that it cannot have."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, first_useful_frame=None)
+
+
+class Refused(ShortenTraceback, RewriteError):
+    """With `strict`: a graph over token ids that cannot be grafted."""
+
+    def __init__(self, declined: Declined) -> None:
+        fix = "leave strict=True out to run it as it is"
+        RewriteError.__init__(self, f"this graph cannot be grafted: {declined}", fix=fix)
+        self.first_useful_frame = None
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What an earlier trace of the same frame led to: a preparation, or a reason to leave the graph alone."""
+
+    preparation: Preparation | None = None
+    declined: Declined | None = None
+
+
+_stages: dict[object, _Stage] = {}
+"""By Dynamo's number of the compilation."""
+
+
+def regraft_backend(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """The entry point. Raises UnknownOption (a ValueError), and Refused (a RewriteError) with `strict`."""
+    if mode is not None:
+        raise UnknownOption(
+            f"mode={mode!r} is an option of Inductor: regraft takes options={{...}} only"
+        )
+    chosen = Options.of(options)
+    stage = _stages.pop(CompileContext.current_compile_id(), None)
+    if stage is not None and stage.preparation is not None:
+        stage.preparation.end()
+    if stage is not None and stage.declined is not None:
+        return _leave_alone(module, example_inputs, stage.declined, chosen)
+    inputs = _read(module, example_inputs)
+    if isinstance(inputs, Declined):
+        return _leave_alone(module, example_inputs, inputs, chosen)
+    if stage is None and needs_preparation(module, inputs):
+        _start_over(_Stage(preparation=prepare(module, inputs, example_inputs)))
+    example_inputs = with_unused_inputs(module, example_inputs)
+    grafted = _graft(module, example_inputs, chosen)
+    if not isinstance(grafted, Declined):
+        record(grafted.report)
+        return grafted.as_function()
+    if chosen.strict:
+        raise Refused(grafted)
+    if stage is None:
+        return _leave_alone(module, example_inputs, grafted, chosen)
+    return _start_over(_Stage(declined=grafted))
+
+
+def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) -> Grafted | Declined:
+    inputs = read_inputs(module, examples)
+    if isinstance(inputs, Declined):
+        return inputs
+    passes = importlib.import_module("regraft.passes")  # late: passes are written on this package
+    return graft(module, inputs, examples, passes.PIPELINE, options.backend, options.fallback)
+
+
+def _read(module: fx.GraphModule, examples: Sequence[Any]) -> Inputs | Declined:
+    """The inputs, declined also where a second trace would not help: a step of a generation, which reads a cache."""
+    inputs = read_inputs(module, examples)
+    if isinstance(inputs, Declined):
+        return inputs
+    if inputs.tokens == 1:
+        return Declined("one token: a step that reads a cache", inputs.input_ids)
+    unknown = unknown_nodes(module, inputs)
+    returned = module.graph.output_node().all_input_nodes
+    if returned and all(node in unknown or node.op == "placeholder" for node in returned):
+        names = ", ".join(sorted({source_name(node) for node in inputs.others})[:3])
+        return Declined(f"all that it returns depends on inputs of no known meaning ({names})")
+    return inputs
+
+
+def _start_over(stage: _Stage) -> NoReturn:
+    """Let Dynamo trace this frame again, without what it remembers of the calls in its first trace."""
+    _stages[CompileContext.current_compile_id()] = stage
+    InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis(restart_reason="regraft: trace again")
+
+
+def _leave_alone(
+    module: fx.GraphModule, examples: Sequence[Any], declined: Declined, options: Options
+) -> Compiled:
+    """Hand a graph to the inner backend."""
+    record(GraphReport(served=False, reason=str(declined), num_nodes=len(module.graph.nodes)))
+    compiled: Compiled = lookup_backend(options.backend)(module, list(examples))
+    return compiled

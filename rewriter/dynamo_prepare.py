@@ -1,0 +1,115 @@
+"""What Dynamo is told before it traces a frame a second time, so that its graph can be grafted.
+
+A backend sees a graph only after the trace. By then the number of tokens has been fixed (Dynamo does so on a first
+call), loops over time have been unrolled, and experts are sorted by token. So the backend asks Dynamo to start over,
+with a few changes that last for that one trace and are undone when it ends, however it ends:
+
+    sizes     the dimensions of the token inputs are marked as dynamic
+    leaves    functions that loop over time (rewriter/leaves.py) go into the graph as one call each
+    experts   go through the batched form, which is row-local by plain algebra
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.callback import CallbackArgs, callback_handler
+
+from .dynamo_inputs import Inputs, mark_dynamic
+from .leaf_calls import stand_in
+from .leaves import LEAVES, kernel_name
+
+_EXPERTS = ("grouped_mm", "batched_mm")
+
+
+@dataclass
+class Preparation:
+    """Changes that are in force, and how to undo them."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def end(self, _: CallbackArgs | None = None) -> None:
+        """Undo everything; a second call does nothing."""
+        while self.undo:
+            self.undo.pop()()
+
+
+def needs_preparation(module: fx.GraphModule, inputs: Inputs) -> bool:
+    """Whether a second trace would differ from this one."""
+    fixed = isinstance(inputs.tokens, int) or (isinstance(inputs.batch, int) and inputs.batch > 1)
+    return fixed or bool(_leaf_functions(module)) or _has_experts(module)
+
+
+def prepare(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> Preparation:
+    """Make the changes. They end with `end`, or else when Dynamo has finished this frame."""
+    done = Preparation()
+    callback_handler.register_end_callback(done.end)
+    done.undo.append(lambda: callback_handler.remove_end_callback(done.end))
+    for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
+        if (
+            isinstance(example, torch.Tensor)
+            and not example.dtype.is_floating_point
+            and example.dim() == 2
+        ):
+            if node not in inputs.weights:
+                done.undo.append(mark_dynamic(example))
+    for namespace, name, value in _leaf_functions(module):
+        leaf = LEAVES[kernel_name(value) or ""]
+        _replace(namespace, name, stand_in(leaf, value), done)
+    mapping = _experts_mapping()
+    if mapping is not None:
+        _replace(mapping, _EXPERTS[0], mapping[_EXPERTS[1]], done)
+    return done
+
+
+def _replace(namespace: dict[str, Any], name: str, value: Any, done: Preparation) -> None:
+    before = namespace[name]
+    namespace[name] = value
+    done.undo.append(lambda: namespace.__setitem__(name, before))
+
+
+def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, Any]]:
+    """Functions to keep whole in the files that the modules of a graph are written in."""
+    files: set[str] = set()
+    for node in module.graph.nodes:
+        for _, kind in (node.meta.get("nn_module_stack") or {}).values():
+            if isinstance(kind, type):
+                files |= {
+                    base.__module__
+                    for base in kind.__mro__
+                    if not base.__module__.startswith("torch.")
+                }
+    namespaces = [vars(sys.modules[name]) for name in sorted(files) if name in sys.modules]
+    return [
+        (namespace, name, value)
+        for namespace in namespaces
+        for name, value in namespace.items()
+        if kernel_name(value) in LEAVES
+    ]
+
+
+def _experts_mapping() -> dict[str, Any] | None:
+    """transformers' experts functions by name, None if it has no such table."""
+    integration = sys.modules.get("transformers.integrations.moe")
+    functions = getattr(integration, "ALL_EXPERTS_FUNCTIONS", None)
+    mapping = getattr(functions, "_global_mapping", None)
+    known = isinstance(mapping, dict) and all(name in mapping for name in _EXPERTS)
+    return mapping if known else None
+
+
+def _has_experts(module: fx.GraphModule) -> bool:
+    mapping = _experts_mapping()
+    if mapping is None:
+        return False
+    code = mapping[_EXPERTS[0]].__code__
+    place = f'File "{code.co_filename}", line '
+    return any(
+        place in trace and f"in {code.co_name}" in trace
+        for node in module.graph.nodes
+        if (trace := node.meta.get("stack_trace") or "")
+    )
