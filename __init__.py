@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from regraft.face import inspect, wrap
     from regraft.passes.registry import register_pass, unregister_pass
     from regraft.rewriter.backend_report import backend_reports
+    from regraft.rewriter.backend_report import backend_reports
     from regraft.rewriter.compare import Comparison, compare
     from regraft.rewriter.errors import RewriteError
     from regraft.rewriter.report import RewriteReport
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from regraft.runtime.errors import RequestError
 
 _HOMES = {
+    "backend_reports": "rewriter.backend_report",
     "backend_reports": "rewriter.backend_report",
     "Comparison": "rewriter.compare",
     "compare": "rewriter.compare",
@@ -47,6 +49,7 @@ __all__ = [
     "RewriteReport",
     "Validation",
     "ValidationError",
+    "backend_reports",
     "backend_reports",
     "compare",
     "inspect",
