@@ -25,6 +25,8 @@ class Capacity:
     num_pages: int
     page_size: int
     num_slots: int
+    num_checkpoints: int = 0
+    """Slots of the state pools, behind the others, that keep copies of states for the prefix cache."""
 
     @property
     def max_tokens(self) -> int | None:
@@ -37,18 +39,23 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     row_bytes = sum(row.num_bytes for row in model.rows)
     state_bytes = sum(state.num_bytes for state in model.states)
     page_size = config.page_size if model.rows else 0
+    checkpoints = _most_checkpoints(config) if state_bytes else 0
     if config.cache_tokens is not None:
         num_pages = 1 + -(-config.cache_tokens // page_size) if page_size else 1
-        return Capacity(num_pages, page_size, 1 + config.max_requests)
+        return Capacity(num_pages, page_size, 1 + config.max_requests, checkpoints)
     budget = _budget(config, model.device)
     # States of recurrent models are large: they may take half of what they share with rows.
     share = budget // 2 if row_bytes else budget
     num_slots = 1 + config.max_requests
     if state_bytes:
-        num_slots = min(num_slots, share // state_bytes)
+        # Of that, checkpoints may take half, and what requests leave.
+        wanted = min(checkpoints, share // state_bytes // 2)
+        num_slots = min(num_slots, share // state_bytes - wanted)
+        checkpoints = min(checkpoints, share // state_bytes - num_slots)
     num_pages = 1
     if page_size:
-        num_pages = (budget - num_slots * state_bytes) // (row_bytes * page_size)
+        states = (num_slots + checkpoints) * state_bytes
+        num_pages = (budget - states) // (row_bytes * page_size)
         if model.max_positions is not None:
             longest = -(-model.max_positions // page_size)
             num_pages = min(num_pages, 1 + config.max_requests * longest)
@@ -57,7 +64,14 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
             f"{budget} bytes hold no request (a token takes {row_bytes} bytes, a request "
             f"{state_bytes} more): raise memory_fraction={config.memory_fraction} or free memory"
         )
-    return Capacity(num_pages, page_size, num_slots)
+    return Capacity(num_pages, page_size, num_slots, checkpoints)
+
+
+def _most_checkpoints(config: EngineConfig) -> int:
+    if not config.prefix_cache:
+        return 0
+    wanted = config.prefix_checkpoints
+    return 2 * config.max_requests if wanted is None else wanted
 
 
 def _budget(config: EngineConfig, device: torch.device) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_UNAVAILABLE = ("prefix_cache", "batch_invariant")
+_UNAVAILABLE = ("batch_invariant",)
 """Fields whose feature this version does not have: True is refused, never dropped."""
 
 _CHOICES = {"fallback": ("replay", "refuse"), "validate": ("quick", "full", "off")}
@@ -43,7 +43,15 @@ class EngineConfig:
     start (tokens; default 64)."""
 
     prefix_cache: bool = False
-    """Reuse the cached rows of a prompt's beginning (default False; True is refused so far)."""
+    """Reuse what was computed of a text's beginning: its full pages of rows and, of a recurrent
+    model, a copy of its states at a multiple of both `page_size` and `chunk_size` tokens (default
+    False). Only requests with the same `cache_salt` share, and only what the present weights
+    computed. Rows stay in the cache until room is needed."""
+
+    prefix_checkpoints: int | None = None
+    """Most copies of recurrent states kept for the prefix cache, each of the size of a request's
+    states (copies; default None: twice `max_requests`). With `memory_fraction`, no more than fit;
+    where there is no room for one, it is left out."""
 
     compile: bool | None = None
     """Compile the rewritten graph, each distinct layer once (default None: for a model on CUDA)."""
@@ -83,6 +91,11 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r} is neither True nor False")
             if value:
                 raise ValueError(f"{name}=True is not available in this version: leave it False")
+        if not isinstance(self.prefix_cache, bool):
+            raise ValueError(f"prefix_cache={self.prefix_cache!r} is neither True nor False")
+        most = self.prefix_checkpoints
+        if most is not None and (not _is_int(most) or most < 0):
+            raise ValueError(f"prefix_checkpoints={most!r} is not a whole number of 0 or more")
         for name in ("compile", "cuda_graphs"):
             value = getattr(self, name)
             if not (value is None or isinstance(value, bool)):

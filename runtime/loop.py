@@ -39,7 +39,9 @@ class StepLoop:
         notes: list[str] | None = None,
         overlaps: bool | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, capacity, model.switch_lengths)
+        self.scheduler = Scheduler(
+            config, capacity, model.switch_lengths, has_states=bool(model.states)
+        )
         self.runner = Runner(model, capacity, config, notes)
         self.live: dict[str, Request] = {}
         self.closed = False
@@ -139,6 +141,7 @@ class StepLoop:
                 self._pending = self._launch(spans)
         except BaseException as error:
             self._read(before)
+            self.scheduler.distrust()
             for span in spans:
                 if span.request.status is not Status.FINISHED:
                     self._finish(span.request, "error", error=f"{type(error).__name__}: {error}")
@@ -151,13 +154,15 @@ class StepLoop:
         version = self._model.weights_version()
         if version != self._weights_version:
             # Cached rows and states are the old weights': nothing of them may meet the new ones.
-            self.scheduler.restart_running()
+            self._read(self._take_pending())
+            self.scheduler.renew_weights(version)
             self.runner.weights_changed()
             self._weights_version = version
 
     def _launch(self, spans: Sequence[Span]) -> Pending | None:
         """Runs the spans and chooses tokens; what was chosen, None if nothing was."""
         tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
+        self.runner.copy_states(self.scheduler.take_restores())
         logits = self.runner.run(self.runner.build(spans, tables, page_size))
         sampled: list[Request] = []
         rows: list[int] = []
@@ -176,6 +181,7 @@ class StepLoop:
                     sampled.append(request)
                     rows.append(end - 1)
             row = end
+        self.runner.copy_states(self.scheduler.take_saves())
         if not sampled:
             return None
         chosen = sampler.choose(logits if len(rows) == row else logits[rows], sampled)
@@ -237,7 +243,7 @@ class StepLoop:
         error: str | None = None,
     ) -> None:
         """Ends a request; `token` is the one it ends with, if it made one in this step."""
-        self.scheduler.remove(request)
+        self.scheduler.remove(request, is_sound=reason != "error")
         if self.live.get(request.request_id) is request:
             del self.live[request.request_id]
         made = [token for token in request.tokens[request.num_prompt :] if token != PENDING]

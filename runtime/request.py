@@ -13,6 +13,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .output import FinishReason, RequestOutput, StreamToken
+from .prefix_cache import PrefixState
 from .sampling_params import SamplingParams
 from .text import Detokenizer, StopText
 
@@ -51,6 +52,8 @@ class Request:
         self.num_cached = 0
         self.pages: list[int] = []
         self.slot = 0
+        self.num_preemptions = 0
+        self.prefix = PrefixState()
         self.created = time.perf_counter()
         self.started: float | None = None
         self.is_held = False
@@ -79,6 +82,19 @@ class Request:
     def num_remaining(self) -> int:
         """Known tokens that are not in the caches yet."""
         return len(self.tokens) - self.num_cached
+
+    @property
+    def num_read(self) -> int:
+        """Tokens up to the first that is not read yet; only at the end there may be some."""
+        count = len(self.tokens)
+        while self.tokens[count - 1] == PENDING:
+            count -= 1
+        return count
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """Whether it needs nothing but the tokens behind its prompt, so that others' rows do for it."""
+        return self.prompt_scores is None
 
     @property
     def num_output(self) -> int:
@@ -136,6 +152,11 @@ class ScoreRequest(Request):
         super().__init__(request_id, arrival, tokens, SamplingParams(max_new_tokens=1))
         self.cuts = cuts
         self.logits = logits
+
+    @property
+    def reuses_prefix(self) -> bool:
+        """It wants the logits of all its tokens, as this engine computes them now."""
+        return False
 
     def next_end(self, budget: int, chunk_size: int) -> int:
         """The next cut if it fits."""

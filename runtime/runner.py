@@ -52,7 +52,7 @@ class RewrittenModel(Protocol):
 
 
 class Runner:
-    """A model with its pools: rows [num_pages, page_size, *shape], states [num_slots, *shape].
+    """A model with its pools: rows [num_pages, page_size, *shape], states [num_slots + num_checkpoints, *shape].
 
     `config` says whether its graph is compiled and whether decode steps are CUDA graphs; without one, neither.
     `notes` gets a line on each part of the model that is left out of them.
@@ -71,7 +71,7 @@ class Runner:
             shape = (capacity.num_pages, capacity.page_size, *row.shape)
             self.pools[row.name] = _zeros(shape, row.dtype, model.device)
         for state in model.states:
-            shape = (capacity.num_slots, *state.shape)
+            shape = (capacity.num_slots + capacity.num_checkpoints, *state.shape)
             self.pools[state.name] = _zeros(shape, state.dtype, model.device)
         self.last_tokens = torch.zeros(capacity.num_slots, dtype=torch.int64, device=model.device)
         """By slot, the token that was chosen last: what a PENDING token stands for."""
@@ -130,6 +130,20 @@ class Runner:
         """Notes the tokens [n] that were just chosen for the requests in these slots."""
         places = upload({"": np.array(slots, dtype=np.int64)}, self.model.device)[""]
         self.last_tokens[places] = tokens
+
+    @torch.no_grad()
+    def copy_states(self, sources: Mapping[int, int]) -> None:
+        """Copies the states in slots: into each key those of its value."""
+        if not sources:
+            return
+        arrays = {
+            "to": np.array(list(sources), dtype=np.int64),
+            "from": np.array(list(sources.values()), dtype=np.int64),
+        }
+        slots = upload(arrays, self.model.device)
+        for state in self.model.states:
+            pool = self.pools[state.name]
+            pool[slots["to"]] = pool[slots["from"]]
 
     def weights_changed(self) -> None:
         """To be called when the model's `weights_version` has changed."""

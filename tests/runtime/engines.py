@@ -31,13 +31,22 @@ def make_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]
 
 
 def assert_idle(engine: Engine) -> None:
-    """Every page and slot is back and no request is left anywhere."""
+    """Every page and slot is back, or kept for who asks for it, and no request is left anywhere."""
     loop, scheduler = engine._loop, engine._loop.scheduler
     assert not engine.has_unfinished
     assert not loop.live
     assert not scheduler.running
     assert not scheduler.waiting
     pages, slots = scheduler.pages, scheduler.slots
-    assert pages.free == list(range(1, pages.num_pages))
+    assert sorted(pages.free + pages.kept) == list(range(1, pages.num_pages))
+    assert not pages._users.any()
+    cache = scheduler.prefix
+    assert len(pages.kept) == cache.num_pages
+    assert not pages.kept or cache.is_on
+    first = slots.num_slots
+    named = [checkpoint.slot for checkpoint in cache.checkpoints._named.values()]
+    count = len(cache.checkpoints.free_slots) + len(named)
+    assert sorted(cache.checkpoints.free_slots + named) == list(range(first, first + count))
+    assert not scheduler._saves
     assert sorted(slots._free) == list(range(1, slots.num_slots))
     assert not scheduler.tables.array.any()

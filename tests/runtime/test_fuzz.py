@@ -130,14 +130,20 @@ def test_everybody_gets_what_a_run_alone_gives(number):
 
 def forgets_to_start_over(monkeypatch):
     """A preempted request goes on from rows that it no longer has."""
-    preempt = Scheduler._preempt
+    preempt, share = Scheduler._preempt, Scheduler._share
 
     def mutant(self, request):
         cached = request.num_cached
         preempt(self, request)
         request.num_cached = cached
 
+    def keeps_count(self, request, hit):
+        cached = request.num_cached
+        share(self, request, hit)
+        request.num_cached = max(cached, hit.length)
+
     monkeypatch.setattr(Scheduler, "_preempt", mutant)
+    monkeypatch.setattr(Scheduler, "_share", keeps_count)
 
 
 def hands_a_slot_out_twice(monkeypatch):

@@ -150,7 +150,7 @@ def test_restarting_keeps_pages_and_slots():
     scheduler.add(make_request(0, 6))
     run_step(scheduler)
     held = list(scheduler.running[0].pages), scheduler.running[0].slot
-    scheduler.restart_running()
+    scheduler.renew_weights(1)
     assert run_step(scheduler) == [("r0", 0, 7)]
     assert (scheduler.running[0].pages, scheduler.running[0].slot) == held
 
