@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regraft.face import inspect, wrap
+    from regraft.face import inspect, install, wrap
     from regraft.passes.registry import register_pass, unregister_pass
-    from regraft.rewriter.backend_report import backend_reports
     from regraft.rewriter.backend_report import backend_reports
     from regraft.rewriter.compare import Comparison, compare
     from regraft.rewriter.errors import RewriteError
@@ -22,9 +21,9 @@ if TYPE_CHECKING:
     from regraft.runtime.config import EngineConfig
     from regraft.runtime.engine import Engine
     from regraft.runtime.errors import RequestError
+    from regraft.runtime.install import uninstall
 
 _HOMES = {
-    "backend_reports": "rewriter.backend_report",
     "backend_reports": "rewriter.backend_report",
     "Comparison": "rewriter.compare",
     "compare": "rewriter.compare",
@@ -36,6 +35,8 @@ _HOMES = {
     "RequestError": "runtime.errors",
     "Engine": "runtime.engine",
     "inspect": "face",
+    "install": "face",
+    "uninstall": "runtime.install",
     "register_pass": "passes.registry",
     "unregister_pass": "passes.registry",
     "wrap": "face",
@@ -50,10 +51,11 @@ __all__ = [
     "Validation",
     "ValidationError",
     "backend_reports",
-    "backend_reports",
     "compare",
     "inspect",
+    "install",
     "register_pass",
+    "uninstall",
     "unregister_pass",
     "wrap",
 ]

@@ -22,8 +22,10 @@ from regraft.rewriter.pipeline import Rewriting, rewrite
 from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
 from regraft.rewriter.validate import Validation, ValidationError, reference_logits, samples
+from regraft.runtime import install as installing
 from regraft.runtime.config import EngineConfig
 from regraft.runtime.engine import Engine
+from regraft.runtime.install import Installation
 
 PREFIX_TOKENS = 64
 """Length of the text on which replayed regions are tested."""
@@ -77,6 +79,18 @@ def wrap(
             raise ValidationError(report.validation)
     report.seconds = time.perf_counter() - start
     return engine
+
+
+def install(
+    model: nn.Module, tokenizer: Any = None, config: EngineConfig | None = None, **settings: Any
+) -> Installation:
+    """Wrap `model` and put the engine behind its continuous batching, until `uninstall`.
+
+    `model.generate_batch`, `init_continuous_batching` and `continuous_batching_context_manager` then
+    go to the engine. The result is a context manager that uninstalls at its end. Arguments and errors are those of
+    `wrap`; a model that is installed already is a ValueError.
+    """
+    return installing.install(model, lambda: wrap(model, tokenizer, config, **settings))
 
 
 def inspect(model_or_config: Any, *, fallback: str = "replay") -> RewriteReport:

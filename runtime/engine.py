@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,10 +12,12 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from .background import Background
+from .batching_config import fields_of
 from .capacity import plan_capacity
 from .config import EngineConfig
-from .drop_in import Stopwatch, as_generation_output
-from .errors import RequestError
+from .drop_in import Stopwatch, as_generation_output, batch_order
+from .errors import EngineBusyError, RequestError
 from .factory import RequestFactory
 from .loop import StepLoop
 from .output import RequestOutput, StreamToken
@@ -63,6 +65,8 @@ class Engine:
             model, self.config, self.max_cached, tokenizer, generation_config
         )
         self._outbox: deque[StreamToken] = deque()
+        self.background = Background(self._loop, model.device)
+        """The thread that runs the steps while a manager or an AsyncEngine holds it; callers then wait."""
 
     def generate(
         self,
@@ -80,8 +84,7 @@ class Engine:
         a sampled request its own, whatever else runs. `progress` draws a bar. A bad prompt or
         field is a RequestError before anything runs.
         """
-        self._loop.check_open()
-        requests = self._factory.make(as_list(prompts), generation_config, fields)
+        requests = self.make_requests(prompts, generation_config, fields)
         collector = Collector(requests, progress=progress)
         self._collect(requests, collector)
         return [_output_of(request) for request in requests]
@@ -99,25 +102,23 @@ class Engine:
     ) -> dict[str, GenerationOutput]:
         """Transformers' `model.generate_batch`: its arguments, its result type, this engine.
 
-        Results are in the order of `inputs`. There is no manager to keep and nothing to warm up, so
-        `persistent_manager` and `warmup` change nothing; a `continuous_batching_config` is a
-        RequestError, since it sizes what an EngineConfig sizes here.
+        Results are in the order of `inputs`, `num_return_sequences` of each. There is no manager to
+        keep and nothing to warm up, so `persistent_manager` and `warmup` change nothing. Of a
+        `continuous_batching_config`, `return_logprobs` and `seed` are heeded; one that sizes the
+        engine otherwise than it is sized is a RequestError, as is a keyword that is no field.
         """
         self._loop.check_open()
-        if continuous_batching_config is not None:
-            raise RequestError(
-                "continuous_batching_config sizes transformers' own engine: leave it out, and give "
-                "this one an EngineConfig when it is made"
-            )
-        requests = self._factory.make(as_list(inputs, "inputs"), generation_config, fields)
+        prompts = as_list(inputs, "inputs")
+        fields = {**fields_of(continuous_batching_config, self.config, len(prompts)), **fields}
+        requests = self._factory.make(prompts, generation_config, fields)
         collector = Collector(requests, progress=progress_bar)
         watch = Stopwatch(requests)
         self._collect(requests, collector)
         return {
             request.request_id: as_generation_output(
-                _output_of(request), watch, record_timestamps=record_timestamps
+                request, watch, record_timestamps=record_timestamps
             )
-            for request in requests
+            for request in batch_order(requests)
         }
 
     def stream(
@@ -130,8 +131,8 @@ class Engine:
     ) -> TokenStream:
         """An iterator over the tokens of one prompt, made while it is read; else as `generate`."""
         request = self._make_one(prompt, generation_config, fields, request_id)
-        stream = TokenStream(request, self._loop.advance, lambda one: self._loop.abandon([one]))
-        self._loop.submit([request])
+        stream = TokenStream(request, self.background.run_until, lambda one: self.abandon([one]))
+        self.submit([request])
         return stream
 
     def add_request(
@@ -148,15 +149,20 @@ class Engine:
         """
         request = self._make_one(prompt, generation_config, fields, request_id)
         request.sink = self._outbox.append
-        self._loop.submit([request])
+        self.submit([request])
         return request.request_id
 
     def step(self) -> list[StreamToken]:
         """Runs one step; what it, and steps of other calls since, made of `add_request`'s requests.
 
         If the model fails, its error is raised, the requests of that step end with finish_reason
-        "error", and the others can go on.
+        "error", and the others can go on. While a background thread runs the steps it is an
+        EngineBusyError.
         """
+        if self.background.is_alive:
+            raise EngineBusyError(
+                "a background thread runs this engine's steps: take results from its manager, or stop it"
+            )
         self._loop.advance()
         return [self._outbox.popleft() for _ in range(len(self._outbox))]
 
@@ -172,6 +178,7 @@ class Engine:
         """
         self._loop.check_open()
         self._loop.cancel(request_id)
+        self.background.wake()
 
     def score(self, sequences: Sequence[Any], schedule: Schedule = "prefill") -> list[torch.Tensor]:
         """Logits after each token of known sequences: float32 [len_i, vocab] on the model's device.
@@ -213,6 +220,51 @@ class Engine:
     ) -> None:
         self.close()
 
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """The defaults of every request; may be set, for requests made from then on."""
+        return self._factory.generation_config
+
+    @generation_config.setter
+    def generation_config(self, config: GenerationConfig | None) -> None:
+        self._factory.generation_config = config
+
+    def resized(self, config: EngineConfig) -> Engine:
+        """A new engine over the same rewritten model. The caches of this one are its own until it is closed."""
+        return Engine(
+            self.model,
+            config,
+            tokenizer=self.tokenizer,
+            generation_config=self.generation_config,
+            report=self.report,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has begun yet."""
+        return sum(request.started is None for request in list(self._loop.live.values()))
+
+    def make_requests(
+        self,
+        prompts: Sequence[Any],
+        generation_config: GenerationConfig | None,
+        fields: Mapping[str, Any],
+        request_id: str | None = None,
+    ) -> list[Request]:
+        """Each prompt's requests, checked; for `submit`, once somebody takes what they make."""
+        self._loop.check_open()
+        return self._factory.make(as_list(prompts), generation_config, fields, request_id)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests for whoever runs the steps. An id that is a live request's is a RequestError."""
+        self._loop.submit(requests)
+        self.background.wake()
+
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Cancels those of the requests that are live."""
+        self._loop.abandon(requests)
+        self.background.wake()
+
     def _make_one(
         self,
         prompt: Any,
@@ -237,11 +289,10 @@ class Engine:
     def _run(self, requests: Sequence[Request], done: Callable[[], bool]) -> None:
         """Runs steps until `done`; on an error none of the requests stays behind."""
         try:
-            self._loop.submit(requests)
-            while not done():
-                self._loop.advance()
+            self.submit(requests)
+            self.background.run_until(done)
         finally:
-            self._loop.abandon(requests)
+            self.abandon(requests)
 
 
 def _output_of(request: Request) -> RequestOutput:

@@ -13,3 +13,7 @@ class EngineClosedError(RequestError, RuntimeError):
 
 class EngineBusyError(RequestError, RuntimeError):
     """Two threads were in `step` at once; the call that came second did nothing."""
+
+
+class EngineFailedError(RuntimeError):
+    """A step failed, and with it every request under way; the cause is the error of that step."""

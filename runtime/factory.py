@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
@@ -19,7 +18,7 @@ from .generation_config import resolve
 from .prompts import check_length, to_token_ids
 from .request import PromptScores, Request, ScoreRequest
 from .runner import RewrittenModel
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, derived_seed
 from .schedules import Schedule, chunk_ends
 from .structured import grammar_processor
 from .text import Detokenizer, StopText
@@ -43,7 +42,7 @@ class RequestFactory:
         self._config = config
         self._max_cached = max_cached
         self._tokenizer = tokenizer
-        self._generation_config = generation_config
+        self.generation_config = generation_config
         self._arrivals = itertools.count()
 
     def make(
@@ -64,7 +63,7 @@ class RequestFactory:
         tokens = [to_token_ids(prompt, self._tokenizer, model.vocab_size) for prompt in prompts]
         lengths = [len(ids) for ids in tokens]
         all_params = resolve(
-            self._generation_config, generation_config, fields, lengths, model.max_positions
+            self.generation_config, generation_config, fields, lengths, model.max_positions
         )
         requests: list[Request] = []
         for ids, params in zip(tokens, all_params):
@@ -128,5 +127,4 @@ def _child_params(params: SamplingParams, index: int) -> SamplingParams:
     """Those of the `index`-th of several requests for one prompt: each has random numbers of its own."""
     if not index or params.seed is None:
         return params
-    own = np.random.SeedSequence((params.seed, index)).generate_state(1, np.uint64)[0] >> 1
-    return replace(params, seed=int(own))
+    return replace(params, seed=derived_seed(params.seed, index))

@@ -164,6 +164,9 @@ def _params(
         if depth == 1 and name in params:
             value = params[name]
             params[name] = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    # Transformers' word for "none": the model's own is not to be used either.
+    if -1 in params.get("eos_token_id", ()):
+        params["eos_token_id"] = tuple(t for t in params["eos_token_id"] if t != -1)
     return SamplingParams(warp=WarpParams(**warp), **params)
 
 

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .errors import RequestError
 
 _COUNTS = (
@@ -133,6 +135,11 @@ class SamplingParams:
             _check("json_schema", self.json_schema, wanted, _is_schema)
         if self.regex is not None:
             _check("regex", self.regex, "a regular expression as text", _is_text)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th of several requests that come of one seed."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0] >> 1)
 
 
 def _check_warp(warp: WarpParams) -> None:

@@ -20,11 +20,14 @@ class TokenStream(Iterator[StreamToken]):
     """
 
     def __init__(
-        self, request: Request, advance: Callable[[], None], cancel: Callable[[Request], None]
+        self,
+        request: Request,
+        run_until: Callable[[Callable[[], object]], None],
+        cancel: Callable[[Request], None],
     ) -> None:
         self.request_id = request.request_id
         self._request = request
-        self._advance = advance
+        self._run_until = run_until
         self._cancel = cancel
         self._tokens: deque[StreamToken] = deque()
         request.sink = self._tokens.append
@@ -36,10 +39,9 @@ class TokenStream(Iterator[StreamToken]):
 
     def __next__(self) -> StreamToken:
         while True:
-            while not self._tokens:
-                if self._request.output is not None:
-                    raise StopIteration
-                self._advance()
+            self._run_until(lambda: self._tokens or self._request.output is not None)
+            if not self._tokens:
+                raise StopIteration
             token = self._tokens.popleft()
             if token.token_id is not None:
                 return token

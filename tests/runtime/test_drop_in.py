@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
@@ -38,7 +39,8 @@ def test_results_are_transformers_own():
         assert result.is_finished()
         times = [result.created_time, *result.timestamps]
         assert times == sorted(times)
-        assert result.lifespan == (result.created_time, result.timestamps[-1])
+        assert result.created_time <= result.lifespan[0] <= result.timestamps[0]
+        assert result.lifespan[1] == result.timestamps[-1]
     (plain,) = engine.generate_batch(prompts[:1], max_new_tokens=2).values()
     assert plain.timestamps is None
     assert len(plain.generated_tokens) == 2
@@ -56,6 +58,22 @@ def test_a_request_that_fails_says_so_in_its_result():
     assert "not finite" in bad.error
 
 
-def test_a_config_of_transformers_engine_is_refused():
-    with pytest.raises(RequestError, match="give this one an EngineConfig"):
-        make_engine().generate_batch([[1]], continuous_batching_config=object())
+def test_a_config_that_sizes_the_engine_otherwise_is_refused():
+    engine = make_engine()
+    plain = engine.generate_batch([[1]], max_new_tokens=3)
+    same = ContinuousBatchingConfig(max_requests_per_batch=8, return_logprobs=True)
+    results = [plain, engine.generate_batch([[1]], None, same, max_new_tokens=3)]
+    assert len({tuple(r.generated_tokens) for one in results for r in one.values()}) == 1
+    with pytest.raises(RequestError, match="asks for max_requests=9, and this engine has 8: make"):
+        engine.generate_batch([[1]], None, ContinuousBatchingConfig(max_requests_per_batch=9))
+    with pytest.raises(RequestError, match="give a ContinuousBatchingConfig of transformers"):
+        engine.generate_batch([[1]], continuous_batching_config=object())
+
+
+def test_several_sequences_come_in_the_order_of_transformers():
+    engine = make_engine()
+    config = GenerationConfig(num_return_sequences=3, max_new_tokens=4, do_sample=True)
+    names = list(engine.generate_batch([[1], [2, 3]], config))
+    parents = names[2::3]
+    assert names == [n for p in parents for n in (f"{p}__child#0", f"{p}__child#1", p)]
+    assert_idle(engine)
