@@ -150,6 +150,10 @@ class Installation:
                 "continuous_batching_config asks for other sizes while requests are under way: wait "
                 "for them, or give every session the same"
             )
+        try:
+            wanted.records_on(old.model.device)
+        except ValueError as error:
+            raise RequestError(f"continuous_batching_config: {error}") from error
         old.close()
         self.engine = old.resized(wanted)
 
@@ -164,7 +168,6 @@ class _EntryPoint:
     def __init__(self, model: nn.Module, name: str, installation: Installation) -> None:
         self.installation = installation
         self._model = weakref.ref(model)
-        self._own = getattr(type(model), name)
         self._call = call = getattr(installation, name)
         self.__name__ = name
         self.__doc__ = call.__doc__
@@ -174,7 +177,11 @@ class _EntryPoint:
         return self._call(*arguments, **fields)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MethodType, (self._own, self._model())
+        return _own_method, (self._model(), self.__name__)
+
+
+def _own_method(model: nn.Module, name: str) -> MethodType:
+    return MethodType(getattr(type(model), name), model)
 
 
 def installation_of(model: nn.Module) -> Installation | None:
