@@ -9,6 +9,7 @@ from regraft.passes import (
     decayed_linear,
     delta_rule,
     experts,
+    indexed_attention,
     kda,
     latent_attention,
     length_switch,
@@ -23,6 +24,7 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     experts.PASS,  # weights gathered per token -> rows sorted by expert
     length_switch.PASS,  # rope chosen by the row's length -> chosen by each request's
     positions.PASS,  # arange(T) -> position in the request
+    indexed_attention.PASS,  # softmax over keys that an indexer's top-k selects -> attention over the selected rows
     latent_attention.PASS,  # keys and values linear in one low-rank row -> attention over the row itself
     attention.PASS,  # softmax over keys -> paged_attention
     causal_conv.PASS,  # causal convolution kept whole by a leaf -> causal_conv over a state

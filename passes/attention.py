@@ -65,10 +65,9 @@ class Plan:
 def read_plan(core: Core) -> Plan | Declined:
     """The rewrite is an equivalence if the score is a known function of q . k and every head reads rows in order."""
     products, axes = core.products, core.axes
-    masked = MASKED
-    if core.closer.meta["dtype"] == torch.float16:
-        masked = torch.finfo(torch.float16).min
-    score = read_score(core.score, core.beside, axes, lambda c: c.args[0].name in products, masked)
+    score = read_score(
+        core.score, core.beside, axes, lambda c: c.args[0].name in products, masked_below(core)
+    )
     if isinstance(score, Declined):
         return _at(score, core)
     left, right, feature = products[score.product.args[0].name]
@@ -95,6 +94,12 @@ def read_plan(core: Core) -> Plan | Declined:
     if isinstance(by_distance, Declined):
         return _at(by_distance, core)
     return Plan(core.closer, core.layout, score, *rows, slopes, sinks, by_distance, axes.q)
+
+
+def masked_below(core: Core) -> float:
+    """The finite score that counts as minus infinity: the least of float16 is above MASKED."""
+    of_half = core.closer.meta["dtype"] == torch.float16
+    return float(torch.finfo(torch.float16).min) if of_half else MASKED
 
 
 def _at(declined: Declined, core: Core) -> Declined:
@@ -201,8 +206,8 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         q,
         k,
         v,
-        _pool("k", plan.key, grafting),
-        _pool("v", plan.value, grafting),
+        row_pool("k", plan.key, grafting),
+        row_pool("v", plan.value, grafting),
         *(
             grafting.sequence(n)
             for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
@@ -261,7 +266,7 @@ def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
     return grafting.call(aten.mul.Tensor, entries, factor, shape=shape, dtype=torch.float32)
 
 
-def _pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
+def row_pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
     """The cache of these rows; layers that read the same rows share one."""
     key = (name, rows.token_dim, rows.heads_dim, rows.feature_dim, rows.heads, rows.stride)
     pools = rows.node.meta.setdefault("row_pools", {})

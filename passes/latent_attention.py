@@ -101,9 +101,7 @@ def check(core: Core) -> Latent | Declined:
 
 def _worthwhile(found: Latent, core: Core) -> Latent | Declined:
     heads = found.attention.query.heads
-    rank = shape_of(found.keys.source)[-1]
-    assert isinstance(rank, int)
-    row = rank + (found.shared.width if found.shared else 0)
+    row = _rank(found) + (found.shared.width if found.shared else 0)
     full = heads * (found.keys.size + found.values.size) + heads * (
         found.shared.width if found.shared else 0
     )
@@ -220,46 +218,81 @@ def _shared(piece: Piece, token: Index, h: Index) -> Rows | Declined:
 
 def rewrite(found: Latent, grafting: Grafting) -> None:
     """Rows (c, r) into latent_attention, its values back into the closer's layout."""
-    attention, score = found.attention, found.attention.score
-    relation, source = score.relation, found.keys.source
-    dtype, rank = source.meta["dtype"], shape_of(source)[-1]
-    assert isinstance(rank, int)
-    row = grafting.call(aten.reshape.default, source, [-1, rank], shape=(TOKENS, rank), dtype=dtype)
-    width = rank
-    if found.shared is not None:
-        part, width = as_rows(found.shared, grafting), rank + found.shared.width
-        part = grafting.call(
-            aten.select.int, part, 1, 0, shape=(TOKENS, found.shared.width), dtype=dtype
-        )
-        row = grafting.call(aten.cat.default, [row, part], 1, shape=(TOKENS, width), dtype=dtype)
-    heads = attention.query.heads
+    attention = found.attention
     attended = grafting.call(
         torch.ops.regraft.latent_attention.default,
-        as_rows(attention.query, grafting),
-        row,
-        _heads(found.keys, heads, grafting),
-        _heads(found.values, heads, grafting),
-        grafting.row_pool(unused_label("latent", grafting), (width,), dtype),
+        *operands(found, grafting),
         *(
             grafting.sequence(n)
             for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
         ),
+        *starts_and_masks(found, grafting),
+        shape=(TOKENS, attention.query.heads, found.values.size),
+        dtype=attention.query.dtype,
+    )
+    grafting.replace(attention.closer, as_result(attended, attention, grafting))
+    grafting.mask = str(attention.score)
+    grafting.notes.append(saving(found))
+
+
+def operands(found: Latent, grafting: Grafting) -> tuple[fx.Node, ...]:
+    """q, rows, w_k, w_v and the cache of the rows."""
+    heads, source, shared = found.attention.query.heads, found.keys.source, found.shared
+    dtype, rank = source.meta["dtype"], _rank(found)
+    row = grafting.call(aten.reshape.default, source, [-1, rank], shape=(TOKENS, rank), dtype=dtype)
+    width = rank
+    if shared is not None:
+        part, width = as_rows(shared, grafting), rank + shared.width
+        part = grafting.call(aten.select.int, part, 1, 0, shape=(TOKENS, shared.width), dtype=dtype)
+        row = grafting.call(aten.cat.default, [row, part], 1, shape=(TOKENS, width), dtype=dtype)
+    return (
+        as_rows(found.attention.query, grafting),
+        row,
+        _heads(found.keys, heads, grafting),
+        _heads(found.values, heads, grafting),
+        _pool(found, width, grafting),
+    )
+
+
+def _pool(found: Latent, width: int, grafting: Grafting) -> fx.Node:
+    """The cache of these rows; layers that read the same rows, each by maps of its own, share one."""
+    key = None if found.shared is None else (found.shared.node.name, found.shared.heads_dim)
+    pools = found.keys.source.meta.setdefault("latent_pools", {})
+    if key in pools:
+        return grafting.inputs[pools[key]]
+    dtype = found.keys.source.meta["dtype"]
+    pool = grafting.row_pool(unused_label("latent", grafting), (width,), dtype)
+    pools[key] = grafting.row_specs[-1].name
+    return pool
+
+
+def starts_and_masks(found: Latent, grafting: Grafting) -> tuple[object, ...]:
+    """From `latent_start` on, the operator's last arguments."""
+    score = found.attention.score
+    relation = score.relation
+    return (
         found.latent_start,
         found.shared_start,
         score.scale,
         relation.window,
         relation.chunk,
         score.softcap,
-        as_vector(attention.sinks, grafting),
-        shape=(TOKENS, heads, found.values.size),
-        dtype=attention.query.dtype,
+        as_vector(found.attention.sinks, grafting),
     )
-    grafting.replace(attention.closer, as_result(attended, attention, grafting))
-    grafting.mask = str(score)
-    full = heads * (found.keys.size + found.values.size + width - rank)
-    grafting.notes.append(
-        f"weights absorbed, no second copy: {width} values a token in place of {full}"
-    )
+
+
+def saving(found: Latent) -> str:
+    """A line for the report."""
+    shared, heads = found.shared.width if found.shared else 0, found.attention.query.heads
+    full = heads * (found.keys.size + found.values.size + shared)
+    width = _rank(found) + shared
+    return f"weights absorbed, no second copy: {width} values a token in place of {full}"
+
+
+def _rank(found: Latent) -> int:
+    rank = shape_of(found.keys.source)[-1]
+    assert isinstance(rank, int)
+    return rank
 
 
 def _heads(linear: LinearMap, heads: int, grafting: Grafting) -> fx.Node:

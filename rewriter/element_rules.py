@@ -347,6 +347,7 @@ RULES: dict[str, Rule] = {
     "exp2": _pointwise(lambda a: 2**a),
     "log": _pointwise(sympy.log),
     "tanh": _pointwise(sympy.tanh),
+    "relu": _pointwise(lambda a: sympy.Max(a, 0)),
     "maximum": _pointwise(sympy.Max),
     "minimum": _pointwise(sympy.Min),
     "max": _of_two(sympy.Max),

@@ -75,7 +75,7 @@ def read_score(
     open_leaves = [
         (when, leaf)
         for when, leaf in leaves
-        if not _is_masked(leaf, masked) and is_possible(when, axes.q, axes.k)
+        if not is_masked(leaf, masked) and is_possible(when, axes.q, axes.k)
     ]
     relation = read_relation(sympy.Or(*(when for when, _ in open_leaves)), axes.q, axes.k)
     if isinstance(relation, Declined):
@@ -147,7 +147,8 @@ def _above(score: Expr, masked: float) -> Expr:
     return score.xreplace(limits)
 
 
-def _is_masked(leaf: Expr, masked: float) -> bool:
+def is_masked(leaf: Expr, masked: float = MASKED) -> bool:
+    """Whether a score without `Choose` is at or below `masked`."""
     offset = sympy.expand(leaf).as_coeff_Add()[0]
     return leaf == -sympy.oo or offset == -sympy.oo or bool(offset <= masked)
 
@@ -228,7 +229,7 @@ def _read_sink(
     beside: Value, same_for_all: Expr, axes: Axes, masked: float
 ) -> Expr | Declined | None:
     value = sympy.expand(in_one_request(number(beside)))
-    if _is_masked(value, masked):
+    if is_masked(value, masked):
         return None
     value = sympy.expand(value - same_for_all)
     if value.free_symbols - _names(value) - {axes.h}:
