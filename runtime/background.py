@@ -100,6 +100,14 @@ class Background:
             self._changed.wait_for(lambda: done() or not self.is_alive, timeout)
         return bool(done())
 
+    def settle(self) -> None:
+        """Waits until the step that runs now is over, so that it is known whether it failed."""
+        with self._changed:
+            number = self.num_steps
+            self._changed.wait_for(
+                lambda: not self._in_step or self.num_steps != number or not self.is_alive
+            )
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """No step runs within; requests stay as they are."""

@@ -27,6 +27,7 @@ from .runner import RewrittenModel
 from .schedules import Schedule
 from .stats import EngineStats
 from .stream import Collector, TokenStream
+from .text import Detokenizer
 
 
 class Engine:
@@ -242,7 +243,15 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that no step has begun yet."""
-        return sum(request.started is None for request in list(self._loop.live.values()))
+        return sum(request.started is None for request in self.live_requests())
+
+    def live_requests(self) -> list[Request]:
+        """Every request that has not ended."""
+        return list(self._loop.live.values())
+
+    def detokenizer(self) -> Detokenizer | None:
+        """For the text of one stream; None without a tokenizer."""
+        return self._factory.detokenizer()
 
     def make_requests(
         self,
@@ -279,7 +288,7 @@ class Engine:
                 f"num_return_sequences={len(others) + 1} makes several requests: ask for them one "
                 "by one, or use generate"
             )
-        request.detokenizer = request.stop_text or self._factory.detokenizer()
+        request.detokenizer = request.stop_text or self.detokenizer()
         return request
 
     def _collect(self, requests: Sequence[Request], collector: Collector) -> None:

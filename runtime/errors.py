@@ -17,3 +17,11 @@ class EngineBusyError(RequestError, RuntimeError):
 
 class EngineFailedError(RuntimeError):
     """A step failed, and with it every request under way; the cause is the error of that step."""
+
+
+class EngineFullError(RequestError):
+    """The queue has no room; `retry_after` is a guess of when it has (seconds)."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
