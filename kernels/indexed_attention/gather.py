@@ -121,7 +121,7 @@ def _each(
 ) -> Tensor:  # fmt: skip
     """Sequences of which all is selected by `dense`, the others by `sparse`."""
     if out.device.type != "cpu":
-        return sparse(torch.arange(len(out), device=out.device), row)
+        return sparse(torch.arange(len(out), device=out.device), row).contiguous()
     bounds, contexts = row.cu_seqlens.tolist(), row.context_lens.tolist()
     counts = (row.selected >= 0).sum(1)
     groups: dict[Callable[[Tensor, Row], Tensor], list[int]] = {dense: [], sparse: []}

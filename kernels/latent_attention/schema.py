@@ -88,4 +88,4 @@ def _fake(*args: Any, **kwargs: Any) -> Tensor:
 @torch.library.impl("regraft::latent_attention", ("cpu", "cuda"))
 def _run(*args: Any, **kwargs: Any) -> Tensor:
     check(*args[:5])
-    return latent_attention_torch(*args, **kwargs)
+    return latent_attention_torch(*args, **kwargs).contiguous()
