@@ -1,8 +1,7 @@
 """Running a module whose weights are on the meta device, for the shapes of its results.
 
-The meta device cannot run code that looks at values (`.item()`, `nonzero`). A twin of the module on the CPU can: its
-weights are all zero and take no memory (one zero each, expanded), and so are the arguments it is given. For the rest
-of the model fake tensors do, as in a trace.
+Fake tensors do as long as no code looks at values (`.item()`, `nonzero`). Where a module does, a twin of it on the CPU
+runs: its weights are all zero and take no memory (one zero each, expanded), and so are the arguments it is given.
 """
 
 from __future__ import annotations
@@ -14,7 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.utils import _pytree as pytree
 
 from .module_leaf import owned_tensors, set_tensor
@@ -31,12 +35,17 @@ def on_meta(module: nn.Module) -> bool:
 
 
 def off_meta(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward on meta tensors, run by a twin on the CPU."""
-    twin = copy.deepcopy(module)
-    for owner, name, tensor in list(owned_tensors(twin)):
-        set_tensor(owner, name, _zeros(tensor))
+    """The module's forward under `shapes_only`; run by a twin on the CPU if it looks at values."""
+    plain = module.forward  # what is in its place later is this function
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return by_twin(*args, **kwargs)
+
+    def by_twin(*args: Any, **kwargs: Any) -> Any:
+        twin = _twin(module)
         with unset_fake_temporarily():
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs)
@@ -45,6 +54,14 @@ def off_meta(module: nn.Module) -> Callable[..., Any]:
         return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), output)
 
     return forward
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(module)
+    vars(twin).pop("forward", None)  # a recorder's
+    for owner, name, tensor in list(owned_tensors(twin)):
+        set_tensor(owner, name, _zeros(tensor))
+    return twin
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
