@@ -11,6 +11,7 @@ from torch import nn
 
 from regraft.loading import meta_model
 from regraft.passes import merge_linears
+from regraft.passes.invariant import make_invariant
 from regraft.passes.logits import select_rows
 from regraft.passes.registry import pipeline
 from regraft.rewriter.admit import admit
@@ -64,6 +65,9 @@ def wrap(
             f"{len(merged)} merged projections: parameters of the model are views into shared storage"
         )
     artifact = _artifact(model, state, merged)
+    if config.batch_invariant:
+        count = make_invariant(state.captured, config.allow_variant)
+        report.notes.append(f"batch invariant: {count} operations have a fixed order per row")
     engine = Engine(
         artifact,
         config,

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 
-_UNAVAILABLE = ("batch_invariant",)
-"""Fields whose feature this version does not have: True is refused, never dropped."""
-
 _CHOICES = {"fallback": ("replay", "refuse"), "validate": ("quick", "full", "off")}
 
 
@@ -61,8 +58,15 @@ class EngineConfig:
     step cannot be recorded a line in the report says why; with True that is an error)."""
 
     batch_invariant: bool = False
-    """Results bit-identical whatever else is in the batch (default False; True is refused so
-    far)."""
+    """A request's logits are the same bits whatever else is in the batch and however its text was
+    cut: prefill, chunks and decode steps agree, and `score` gives what generation saw (default
+    False). Slower; on the CPU only. An operation that is not known to be invariant is a
+    RewriteError. Holds within one process, for one number of threads."""
+
+    allow_variant: tuple[str, ...] = ()
+    """With `batch_invariant`, what may stay though it is not known to be invariant: operations
+    ("aten.pow.Tensor_Scalar"), "replay" for replayed regions, or paths of modules ("model.layers.3").
+    Nothing is promised of a model that has one (default none)."""
 
     fallback: str = "replay"
     """What becomes of a token-mixing region that no pass knows: "replay" (exact, slow) or "refuse"
@@ -85,14 +89,10 @@ class EngineConfig:
                 "first or lower the second"
             )
         self._check_memory()
-        for name in _UNAVAILABLE:
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is neither True nor False")
-            if value:
-                raise ValueError(f"{name}=True is not available in this version: leave it False")
-        if not isinstance(self.prefix_cache, bool):
-            raise ValueError(f"prefix_cache={self.prefix_cache!r} is neither True nor False")
+        for name in ("prefix_cache", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        self._check_invariance()
         most = self.prefix_checkpoints
         if most is not None and (not _is_int(most) or most < 0):
             raise ValueError(f"prefix_checkpoints={most!r} is not a whole number of 0 or more")
@@ -119,6 +119,18 @@ class EngineConfig:
         if self.cuda_graphs and device.type != "cuda":
             raise ValueError(f"cuda_graphs=True, but the model is on {device}: move it to a GPU")
         return device.type == "cuda" and self.cuda_graphs is not False
+
+    def _check_invariance(self) -> None:
+        names = self.allow_variant
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"allow_variant={names!r} is no tuple of names")
+        if names and not self.batch_invariant:
+            raise ValueError(f"allow_variant={names!r} says nothing without batch_invariant=True")
+        if self.batch_invariant and (self.compile or self.cuda_graphs):
+            raise ValueError(
+                "batch_invariant=True with a compiled graph: compilers fuse operations, which "
+                "changes how they round; leave compile and cuda_graphs out"
+            )
 
     def _check_memory(self) -> None:
         tokens, fraction = self.cache_tokens, self.memory_fraction

@@ -47,6 +47,7 @@ class StepLoop:
         self.closed = False
         self._model = model
         self._tokenizer = tokenizer
+        self._choose = sampler.choose_each if config.batch_invariant else sampler.choose
         self._weights_version = model.weights_version()
         self._overlaps = model.device.type == "cuda" if overlaps is None else overlaps
         self._pending: Pending | None = None
@@ -184,7 +185,7 @@ class StepLoop:
         self.runner.copy_states(self.scheduler.take_saves())
         if not sampled:
             return None
-        chosen = sampler.choose(logits if len(rows) == row else logits[rows], sampled)
+        chosen = self._choose(logits if len(rows) == row else logits[rows], sampled)
         self.runner.keep_tokens(chosen[0], [request.slot for request in sampled])
         positions = [len(request.tokens) for request in sampled]
         for request in sampled:

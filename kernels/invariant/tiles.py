@@ -1,0 +1,116 @@
+"""How paged attention is divided, the same for every request: query tiles, and key tiles from position 0 on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regraft.kernels.paged_attention.spans import first_key
+
+QUERIES = 4
+"""Queries a tile: a decode step has one a request, and pays for all."""
+
+KEYS = 64
+"""Keys a tile: positions 0 to 63, 64 to 127 and so on of a request."""
+
+
+def scores_of(keys: Tensor, query: Tensor) -> Tensor:
+    """keys [B, KEYS, D] @ query [B, D, C] -> [B, KEYS, C]: queries are columns."""
+    return torch.bmm(keys, query)
+
+
+def values_of(values: Tensor, weights: Tensor) -> Tensor:
+    """values [B, Dv, KEYS] @ weights [B, KEYS, C] -> [B, Dv, C]."""
+    return torch.bmm(values, weights)
+
+
+@dataclass(frozen=True)
+class QueryTiles:
+    """B tiles of queries with the most key tiles first, and where the keys of each lie.
+
+    rows, positions [B, QUERIES] int64: row of the packed row, position in the request, -1 where a tile has no query;
+    first, count [B]: the key tiles; length [B]: tokens of the request; table [B, pages]: its pages.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    first: Tensor
+    count: Tensor
+    length: Tensor
+    table: Tensor
+
+    def split(self, size: int) -> list[QueryTiles]:
+        """Parts of at most `size` tiles, which nothing but memory asks for."""
+        return [QueryTiles(*parts) for parts in zip(*(x.split(size) for x in vars(self).values()))]
+
+    def keys(self, step: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the tiles that have a key tile number `step`: key positions, rows in the pool, and whether they are the
+        request's, [n, KEYS] each.
+        """
+        active = int((self.count > step).sum())
+        position = ((self.first[:active] + step) * KEYS)[:, None] + torch.arange(KEYS)
+        is_own = position < self.length[:active, None]
+        held = torch.where(is_own, position, 0)
+        page = self.table[:active].gather(1, held // page_size)
+        return position, page * page_size + held % page_size, is_own
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The metadata last seen, and what was made from it, by (window, chunk)."""
+
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    tiles: dict[tuple[int, int], QueryTiles] = field(default_factory=dict)
+
+
+_known: _Known | None = None
+
+
+def query_tiles(
+    cu_seqlens: Tensor, context_lens: Tensor, block_table: Tensor, window: int, chunk: int
+) -> QueryTiles:
+    """The tiles of a packed row. Every layer of a step asks for the same ones, so the last are kept, by contents."""
+    global _known
+    known = _known
+    if known is None or not (
+        torch.equal(known.cu_seqlens, cu_seqlens)
+        and torch.equal(known.context_lens, context_lens)
+        and torch.equal(known.block_table, block_table)
+    ):
+        known = _Known(cu_seqlens.clone(), context_lens.clone(), block_table.clone())
+        _known = known
+    key = (window, chunk)
+    if key not in known.tiles:
+        known.tiles[key] = _make_tiles(known, window, chunk)
+    return known.tiles[key]
+
+
+def _make_tiles(known: _Known, window: int, chunk: int) -> QueryTiles:
+    bounds, contexts = known.cu_seqlens.tolist(), known.context_lens.tolist()
+    found = []
+    for seq, context in enumerate(contexts):
+        start, end = bounds[seq], bounds[seq + 1]
+        for row in range(start, end, QUERIES):
+            position = context + row - start
+            last = min(position + QUERIES, context + end - start) - 1
+            first = first_key(position, window, chunk) // KEYS
+            found.append((last // KEYS + 1 - first, first, row, position, last, seq))
+    found.sort(reverse=True)
+    numbers = torch.tensor(found, dtype=torch.int64).view(-1, 6)
+    counts, firsts, rows, begins, ends, seqs = numbers.unbind(1)
+    place = torch.arange(QUERIES)
+    positions = begins[:, None] + place
+    has_query = positions <= ends[:, None]
+    length = known.context_lens.long() + known.cu_seqlens.long().diff()
+    return QueryTiles(
+        rows=torch.where(has_query, rows[:, None] + place, 0),
+        positions=torch.where(has_query, positions, -1),
+        first=firsts,
+        count=counts,
+        length=length[seqs],
+        table=known.block_table.long()[seqs],
+    )

@@ -1,0 +1,191 @@
+"""Batch invariance: a request's logits are the same bits whatever rides along and however its text was cut.
+
+    before   linear, matmul, mean, softmax, topk, silu, paged_attention, gated_delta_rule, ...
+    after    their invariant forms (kernels/invariant), whose order of sums per row never changes
+
+Runs after the proof and behind every other pass. The graph is then walked once more: an operation that is not known
+to be invariant is a RewriteError with its module path and source line, unless allowed by name. What the invariant
+products rest on is measured on the model's own weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from operator import getitem as _getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from regraft.kernels.invariant import steady_attention, steady_product
+from regraft.passes.invariant_exact import doubt
+from regraft.passes.invariant_rules import Form, form_of
+from regraft.rewriter.errors import RewriteError
+from regraft.rewriter.graph import CapturedGraph, shape_of
+from regraft.rewriter.pattern import Declined
+from regraft.rewriter.token_axis.value import has_tokens
+
+ALLOW = 'allow it by name, allow_variant=("{}",): then nothing is promised of what it computes'
+
+
+def make_invariant(captured: CapturedGraph, allowed: Collection[str] = ()) -> int:
+    """Rewrite `captured` in place; how many operations were replaced.
+
+    `allowed` names operations ("aten.pow.Tensor_Scalar", "replay") and module paths that may stay as they are. Raises
+    RewriteError on any other that is not known to be invariant, and where a product is not.
+    """
+    _refuse_devices(captured)
+    fixed = fixed_nodes(captured.graph)
+    count = sum(_replace(node, fixed, allowed) for node in list(captured.graph.nodes))
+    captured.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    captured.graph.lint()
+    captured.module.recompile()
+    prove(captured.graph, allowed)
+    measure(captured)
+    return count
+
+
+def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that are computed from weights alone, the same in every step."""
+    fixed: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            fixed.add(node)
+        elif node.op == "call_function" and not _has_tokens(node):
+            if all(operand in fixed for operand in node.all_input_nodes):
+                fixed.add(node)
+    return fixed
+
+
+def _has_tokens(node: fx.Node) -> bool:
+    return any(map(has_tokens, node.meta.get("shape") or ()))
+
+
+def _replace(node: fx.Node, fixed: set[fx.Node], allowed: Collection[str]) -> int:
+    if not _is_call(node) or node in fixed or is_allowed(node, allowed):
+        return 0
+    form = form_of(node, fixed)
+    if isinstance(form, Declined):
+        raise _error(node, form.reason)
+    if form is None:
+        return 0
+    new = _insert(node, form)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return 1
+
+
+def _is_call(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+def _insert(node: fx.Node, form: Form) -> fx.Node:
+    graph = node.graph
+    with graph.inserting_before(node):
+        new = graph.call_function(form.operator, form.args)
+        new.meta.update(node.meta)
+        if form.output is not None:
+            new.meta.update(shape=None, dtype=None)
+            new = graph.call_function(_getitem, (new, form.output))
+            new.meta.update(node.meta)
+    return new
+
+
+def prove(graph: fx.Graph, allowed: Collection[str] = ()) -> None:
+    """Raises RewriteError at the first operation that is not known to be invariant and not allowed by name."""
+    fixed = fixed_nodes(graph)
+    for node in graph.nodes:
+        if node in fixed or node.op in ("placeholder", "get_attr", "output"):
+            continue
+        reason = "a replayed region" if node.op == "call_module" else doubt(node)
+        if reason and not is_allowed(node, allowed):
+            raise _error(node, reason)
+
+
+def is_allowed(node: fx.Node, allowed: Collection[str]) -> bool:
+    """Whether an operation, or a module that it belongs to, is named."""
+    path = str(node.meta.get("path", ""))
+    parents = {".".join(path.split(".")[:n]) for n in range(1, path.count(".") + 2)}
+    return bool(({_name(node)} | parents) & set(allowed))
+
+
+def _name(node: fx.Node) -> str:
+    return "replay" if node.op == "call_module" else str(node.target)
+
+
+def _error(node: fx.Node, reason: str) -> RewriteError:
+    return RewriteError(
+        f"batch_invariant=True: {reason}, so its bits may depend on the rest of the batch",
+        operation=_name(node),
+        path=node.meta.get("path", ""),
+        source=node.meta.get("source", ""),
+        fix=ALLOW.format(_name(node)),
+    )
+
+
+def _refuse_devices(captured: CapturedGraph) -> None:
+    for name, tensor in captured.weights.items():
+        if tensor.device.type != "cpu":
+            raise RewriteError(
+                f"batch_invariant=True on {tensor.device}: only the CPU has invariant operators",
+                path=captured.weight_names.get(name, name),
+                fix='move the model to the CPU (model.to("cpu")), or leave batch_invariant out',
+            )
+
+
+def measure(captured: CapturedGraph) -> None:
+    """Raises RewriteError if a row's bits depend on its place in a tile, for the shape of any product in the graph."""
+    known: set[object] = set()
+    for node in captured.graph.nodes:
+        if not _is_call(node) or node.target.namespace != "regraft":
+            continue
+        for matrix in _matrices(node, captured.module):
+            key = (matrix.shape, matrix.stride(), matrix.dtype)
+            if key not in known and not steady_product(matrix):
+                raise _unsteady(node, f"[{', '.join(map(str, matrix.shape))}] {matrix.dtype}")
+            known.add(key)
+        sizes = _attended(node)
+        if sizes is not None and sizes not in known and not steady_attention(*sizes):
+            raise _unsteady(node, f"with {sizes[2]} heads of width {sizes[0]}")
+        known.add(sizes)
+
+
+def _unsteady(node: fx.Node, what: str) -> RewriteError:
+    return _error(node, f"a product {what} rounds a row by its place in a tile on this machine")
+
+
+def _matrices(node: fx.Node, module: fx.GraphModule) -> list[torch.Tensor]:
+    """The matrices [N, K] that a node multiplies rows with, one of each shape."""
+    name, args = node.target._opname, node.args
+    if name == "invariant_linear":
+        return [_value(args[1], module)]
+    if name == "invariant_matmul" and args[2] != "none":
+        weight = _value(args[1], module).mT if args[2] == "right" else _value(args[0], module)
+        return [weight.reshape(-1, *weight.shape[-2:])[0]]
+    if name == "invariant_expert_linear":
+        matrix = _value(args[1], module)[0]
+        return [matrix.t() if args[3] else matrix]
+    if name == "invariant_latent_attention":
+        to_key, to_value = (_value(args[at], module) for at in (2, 3))
+        return [to_key.mT.reshape(-1, *to_key.mT.shape[-2:])[0], to_value[0]]
+    return []
+
+
+def _attended(node: fx.Node) -> tuple[int, int, int, int, torch.dtype] | None:
+    """(width, value width, heads, key heads, dtype) of an attention."""
+    name, args = node.target._opname, node.args
+    if name == "invariant_paged_attention":
+        (_, heads, width), (_, kv_heads, v_width) = shape_of(args[0]), shape_of(args[2])
+        return int(width), int(v_width), int(heads), int(kv_heads), args[0].meta["dtype"]
+    if name == "invariant_latent_attention":
+        width, (heads, _, rank) = shape_of(args[1])[-1], shape_of(args[2])
+        return int(width), int(rank), int(heads), 1, args[0].meta["dtype"]
+    return None
+
+
+def _value(node: Any, module: fx.GraphModule) -> torch.Tensor:
+    """A tensor that is made of weights alone."""
+    if node.op == "get_attr":
+        return getattr(module, node.target)
+    args = fx.map_arg(node.args, lambda operand: _value(operand, module))
+    return node.target(*args, **fx.map_arg(node.kwargs, lambda operand: _value(operand, module)))
