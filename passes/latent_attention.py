@@ -80,6 +80,8 @@ def check(core: Core) -> Latent | Declined:
     pieces = split(element, feature)
     maps = [(piece, _linear(piece.element, token, piece.index, core.axes.h)) for piece in pieces]
     linear = [(piece, found) for piece, found in maps if isinstance(found, LinearMap)]
+    # Without a rotary embedding the part that heads share is linear too: of no head.
+    linear = [pair for pair in linear if pair[1].stride] or linear
     if len(linear) != 1:
         return Declined(_no_map(maps), core.closer, 0.2 if linear else 0.0)
     piece, keys = linear[0]

@@ -10,8 +10,12 @@ import pytest
 import torch
 from transformers import (
     DeepseekV3Config,
+    FalconH1Config,
+    KimiLinearConfig,
     LlamaConfig,
     Mamba2Config,
+    MiniMaxConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -81,6 +85,73 @@ def test_qwen3_next_80b() -> None:
         "attention": 12,
     }
     assert report.bytes_per_token == 12 * 2 * 2 * 256 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kimi_linear_48b() -> None:
+    """27 layers, seven of them latent attention without rotary keys; states of 32 heads of 128 x 128."""
+    full = (3, 7, 11, 15, 19, 23, 26)
+    config = KimiLinearConfig(
+        layer_types=["full_attention" if i in full else "linear_attention" for i in range(27)]
+    )
+    report = inspected(config)
+    assert Counter(layer.kind for layer in report.layers) == {
+        "conv": 20,
+        "kda": 20,
+        "latent attention": 7,
+    }
+    assert report.bytes_per_token == 7 * (512 + 64) * 2
+    state, conv = 32 * 128 * 128 * 4, 3 * 32 * 128 * 3 * 2
+    assert report.bytes_per_request == 20 * (state + conv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_nemotron_h_8b() -> None:
+    pattern = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+    report = inspected(NemotronHConfig(layers_block_type=[kinds[letter] for letter in pattern]))
+    assert Counter(layer.kind for layer in report.layers) == {"conv": 24, "ssd": 24, "attention": 4}
+    assert report.bytes_per_token == 4 * 2 * 8 * 128 * 2
+    state, conv = 128 * 64 * 128 * 4, (128 * 64 + 2 * 8 * 128) * 3 * 2
+    assert report.bytes_per_request == 24 * (state + conv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_falcon_h1_34b() -> None:
+    """72 layers, in each of them attention beside a scan."""
+    config = FalconH1Config(
+        vocab_size=261120, hidden_size=5120, intermediate_size=21504, num_hidden_layers=72, num_attention_heads=20,
+        num_key_value_heads=4, head_dim=128, mamba_d_ssm=4096, mamba_n_heads=32, mamba_d_head=128, mamba_n_groups=2,
+        mamba_d_state=256, mamba_chunk_size=128, max_position_embeddings=262144,
+    )  # fmt: skip
+    report = inspected(config)
+    assert Counter(layer.kind for layer in report.layers) == {
+        "conv": 72,
+        "ssd": 72,
+        "attention": 72,
+    }
+    assert report.bytes_per_token == 72 * 2 * 4 * 128 * 2
+    state, conv = 32 * 128 * 256 * 4, (4096 + 2 * 2 * 256) * 3 * 2
+    assert report.bytes_per_request == 72 * (state + conv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_minimax_text_01() -> None:
+    """80 layers, every eighth with full attention; the others' loop over blocks found by its meaning."""
+    config = MiniMaxConfig(
+        vocab_size=200064, hidden_size=6144, intermediate_size=9216, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128, num_local_experts=32, num_experts_per_tok=2,
+        layer_types=["full_attention" if i % 8 == 7 else "linear_attention" for i in range(80)],
+    )  # fmt: skip
+    report = inspected(config)
+    counts = Counter(layer.kind for layer in report.layers)
+    assert (counts["attention"], len(report.layers)) == (10, 80)
+    assert report.bytes_per_token == 10 * 2 * 8 * 128 * 2
+    assert report.bytes_per_request == 70 * 64 * 128 * 128 * 4
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,17 @@ def no_shared_part(m: Latents, x: Tensor) -> Found:
     return m.queries(x)[..., :WIDTH], heads(m.up_k(c)), heads(m.up_v(c))
 
 
-SPELLINGS = {f.__name__: f for f in (two_maps, one_map, written_in_place, no_shared_part)}
+def shared_part_is_linear(m: Latents, x: Tensor) -> Found:
+    """Without a rotary embedding: two linear maps make a key, one of them the same for all heads."""
+    q, k, v = two_maps(m, x)
+    shared = m.rotary(x)[:, None].expand(-1, HEADS, -1, -1)
+    return q, torch.cat([k[..., :WIDTH], shared], -1), v
+
+
+SPELLINGS = {
+    f.__name__: f
+    for f in (two_maps, one_map, written_in_place, no_shared_part, shared_part_is_linear)
+}
 
 
 def grafted(model: nn.Module) -> Rewriting:
