@@ -18,6 +18,7 @@ import torch
 import transformers
 from _baselines import BASELINES, Run, TokenIds, timed
 from _chats import CHATS, encode, ragged_lengths
+from _memory import print_memory
 from quickstart import print_runs
 from tqdm import tqdm
 
@@ -46,6 +47,7 @@ def main() -> None:
         runs.append(timed(name, lambda method=method: method(model, prompts, lengths)))
     print_runs(runs)
     print_ratios(runs)
+    print_memory(engine, lambda: graft(model, prompts, [2] * len(prompts)))
     print(
         f"\n{os.cpu_count()} cores ({platform.processor() or platform.machine()}), "
         f"{torch.get_num_threads()} threads, {model.dtype}, torch {torch.__version__}, "

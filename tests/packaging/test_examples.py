@@ -57,6 +57,8 @@ def test_benchmark(folder: Path) -> None:
     printed = run("benchmark_cpu.py", folder, "--chats", "4")
     assert printed.count("4 of 4") == 4
     assert "Regraft is" in printed
+    made, all_logits = re.findall(r"([\d.]+) MiB", printed)
+    assert float(made) < float(all_logits) / 4
 
 
 def test_benchmark_beside_peers(tmp_path: Path) -> None:
