@@ -79,6 +79,11 @@ class AsyncTokenStream(AsyncIterator[StreamToken]):
         self._deadline = deadline
 
     @property
+    def request(self) -> Request:
+        """What it streams."""
+        return self._inbox.request
+
+    @property
     def output(self) -> RequestOutput | None:
         """The whole result, None until the request has ended."""
         return self._inbox.request.output

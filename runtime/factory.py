@@ -20,7 +20,7 @@ from .request import PromptScores, Request, ScoreRequest
 from .runner import RewrittenModel
 from .sampling_params import SamplingParams, derived_seed
 from .schedules import Schedule, chunk_ends
-from .structured import grammar_processor
+from .structured import grammar_processor, with_end
 from .text import Detokenizer, StopText
 
 
@@ -68,6 +68,7 @@ class RequestFactory:
         requests: list[Request] = []
         for ids, params in zip(tokens, all_params):
             self._check_length(len(ids), params.max_new_tokens)
+            params = with_end(params, self._tokenizer)
             requests += self._make_family(ids, params, request_id)
         return requests
 

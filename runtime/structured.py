@@ -9,6 +9,7 @@ import importlib
 import json
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,15 @@ class GrammarProcessor(LogitsProcessor):
         mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed)
         return scores.masked_fill(~mask.to(scores.device), -torch.inf)  # type: ignore[return-value]
+
+
+def with_end(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """A structured text that nothing else ends is ended by the tokenizer's end-of-sequence token."""
+    is_structured = params.json_schema is not None or params.regex is not None
+    end = getattr(tokenizer, "eos_token_id", None)
+    if not is_structured or params.eos_token_id or end is None:
+        return params
+    return replace(params, eos_token_id=(end,))
 
 
 def grammar_processor(
@@ -88,8 +98,7 @@ def _grammar(guidance: Any, params: SamplingParams) -> str:
 
 def _known_tokenizer(guidance: Any, tokenizer: Any, vocab_size: int, eos: tuple[int, ...]) -> Any:
     """Made once per tokenizer: it takes about a second for a large vocabulary."""
-    ends = list(eos) or tokenizer.eos_token_id
-    if ends is None:
+    if not eos:
         raise RequestError("a structured text needs an eos_token_id to end with: give one")
     if not hasattr(tokenizer, "backend_tokenizer"):
         raise RequestError(
@@ -97,7 +106,7 @@ def _known_tokenizer(guidance: Any, tokenizer: Any, vocab_size: int, eos: tuple[
         )
     with _making:
         made = _tokenizers.setdefault(tokenizer, {})
-        key = (vocab_size, tuple(eos))
+        key = (max(vocab_size, len(tokenizer)), eos)
         if key not in made:
-            made[key] = guidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
+            made[key] = guidance.hf.from_tokenizer(tokenizer, n_vocab=key[0], eos_token=list(eos))
         return made[key]
