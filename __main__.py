@@ -1,9 +1,11 @@
-"""The command line: `regraft inspect | diff | generate ...`."""
+"""The command line: `regraft inspect | diff | generate | serve ...`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +40,37 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.set_defaults(run=_generate)
+    _add_serve(commands)
     return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="an HTTP server with OpenAI's routes (extra: serve)")
+    serve.add_argument("model", help="a hub id or a folder")
+    serve.add_argument("--model-name", metavar="NAME", help="what clients call it (default: MODEL)")
+    serve.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1: this machine alone")
+    serve.add_argument("--port", type=int, default=8000, help="default 8000")
+    serve.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("REGRAFT_API_KEY"),
+        help="what clients have to send (default: the environment's REGRAFT_API_KEY)",
+    )
+    serve.add_argument("--dtype", default="auto", help="of the weights (default auto)")
+    serve.add_argument("--device", help="default: a GPU if there is one")
+    serve.add_argument(
+        "--prefix-cache", action="store_true", help="reuse what prompts that begin alike share"
+    )
+    counts = {
+        "cache-tokens": "rows that the cache holds",
+        "max-requests": "requests running at once",
+        "max-batch-tokens": "tokens of one step",
+        "max-waiting": "requests that may wait; one more is answered with 429",
+        "max-body-bytes": "largest body of a call",
+    }
+    for name, about in counts.items():
+        serve.add_argument(f"--{name}", type=int, metavar="N", help=about)
+    serve.set_defaults(run=_serve)
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -76,6 +108,47 @@ def _generate(options: argparse.Namespace) -> int:
     with regraft.wrap(model, tokenizer=tokenizer) as engine:
         for output in engine.generate(options.prompts, max_new_tokens=options.max_new_tokens):
             print(output.text)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    missing = [
+        name
+        for name in ("fastapi", "uvicorn", "prometheus_client")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        print(f"serve needs {', '.join(missing)}: pip install 'regraft[serve]'", file=sys.stderr)
+        return 2
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from regraft.runtime.serve.server import serve
+    from regraft.runtime.serve.settings import ServeSettings
+
+    limits = {name: getattr(options, name) for name in ("max_waiting", "max_body_bytes")}
+    try:  # before the model is loaded, which takes a while
+        settings = ServeSettings(
+            options.model_name or options.model,
+            host=options.host,
+            port=options.port,
+            api_key=options.api_key,
+            **{name: value for name, value in limits.items() if value is not None},
+        )
+        names = ("cache_tokens", "max_requests", "max_batch_tokens")
+        sizes = {name: getattr(options, name) for name in names}
+        config = regraft.EngineConfig(
+            prefix_cache=options.prefix_cache,
+            **{name: value for name, value in sizes.items() if value is not None},
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    with regraft.wrap(model.eval().to(device), tokenizer=tokenizer, config=config) as engine:
+        serve(engine, settings)
     return 0
 
 
