@@ -154,7 +154,7 @@ def test_stop_strings(served):
 
 
 def test_logprobs(served):
-    engine, _, client = served
+    _, _, client = served
     out = expected("hello", 5, top_logprobs=3, prompt_logprobs=True)
     asked = {"model": "toy", "max_tokens": 5, "temperature": 0}
     answer = client.completions.create(prompt="hello", logprobs=3, echo=True, **asked)
