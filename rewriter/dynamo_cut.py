@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .dynamo_inputs import Inputs, example_of, plain
+from .dynamo_writes import Writes, is_in_place
 from .pattern import Declined
 
 
@@ -38,40 +39,48 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """`rows` are the values to compute per token; `rest` what the graph computes from them and from its inputs."""
+    """`rows` are the values to compute per token; `rest` what the graph computes from them and from its inputs.
+
+    `writes` are those of `rest` that work in place, and `written` the graph's inputs that they write into.
+    """
 
     rows: dict[fx.Node, Place]
     rest: frozenset[fx.Node]
+    writes: frozenset[fx.Node]
+    written: frozenset[fx.Node]
 
 
 def cut(module: fx.GraphModule, inputs: Inputs) -> Cut | Declined:
-    """Cut as late as possible: at the last values that have one row per token."""
+    """Cut as late as possible: at the last values that have one row per token, and that nothing writes into."""
+    writes = Writes(module)
     unknown = unknown_nodes(module, inputs)
     rows: dict[fx.Node, Place] = {}
     rest: set[fx.Node] = set()
     pending = list(module.graph.output_node().all_input_nodes)
+    pending += [node for written in writes.inputs for node in writes.into(written)]
     while pending:
         node = pending.pop()
         if node.op in ("placeholder", "get_attr") or node in rows or node in rest:
             continue
-        place = None if node in unknown else place_of(node, inputs)
+        writers = writes.into(node)
+        place = None if node in unknown or writers else place_of(node, inputs)
         if place is not None:
             rows[node] = place
         else:
             rest.add(node)
-            pending.extend(node.all_input_nodes)
+            pending.extend([*node.all_input_nodes, *writers])
     if not rows:
         return Declined("nothing that it returns is computed per token")
     order = {node: i for i, node in enumerate(module.graph.nodes)}
-    return Cut(dict(sorted(rows.items(), key=lambda row: order[row[0]])), frozenset(rest))
+    by_place = dict(sorted(rows.items(), key=lambda row: order[row[0]]))
+    in_place = frozenset(node for node in rest if is_in_place(node))
+    return Cut(by_place, frozenset(rest), in_place, frozenset(writes.inputs))
 
 
 def unknown_nodes(module: fx.GraphModule, inputs: Inputs) -> set[fx.Node]:
     """What depends on an input of no known meaning."""
     found = set(inputs.others)
-    for node in module.graph.nodes:
-        if any(operand in found for operand in node.all_input_nodes):
-            found.add(node)
+    Writes(module).spread(found)
     return found
 
 
@@ -103,5 +112,6 @@ def remainder(module: fx.GraphModule, found: Cut) -> fx.GraphModule:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         elif node.op == "output":
             graph.output(fx.map_arg(node.args[0], lambda n: copies[n]))
-    graph.eliminate_dead_code()
+    kept = {copies[node] for node in found.writes}
+    graph.eliminate_dead_code(lambda node: node.is_impure() or node in kept)
     return fx.GraphModule(module, graph)

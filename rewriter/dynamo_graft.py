@@ -44,7 +44,7 @@ def graft(
     branches = dynamo_interval(inputs)
     if isinstance(branches, Declined):
         return branches
-    lowered = lower(module, inputs, examples, tuple(found.rows), _translate)
+    lowered = lower(module, inputs, examples, found, _translate)
     if isinstance(lowered, Declined):
         return lowered
     misplaced = _misplaced(lowered, found)

@@ -146,7 +146,7 @@ class _Sorted:
             self.sizes.append(node)
         elif not isinstance(fake, torch.Tensor):
             self.others.append(node)
-        elif getattr(fake, "item_memo", None) is not None:
+        elif not node.meta["grapharg"].is_tensor:  # a Python float, as a tensor
             self.floats.append(node)
         elif isinstance(example, nn.Parameter) or _OF_A_MODULE.search(source):
             self.weights.append(node)

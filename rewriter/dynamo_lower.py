@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regraft.kernels.varlen import stop_gradient
 
+from .dynamo_cut import Cut
 from .dynamo_inputs import Inputs, example_of, plain
 from .dynamo_own_gradient import own_gradient_of
 from .dynamo_range import interval_of
@@ -45,13 +46,12 @@ UNKNOWN = Unknown()
 
 @dataclass
 class Lowered:
-    """`captured` computes, for the rows of a packed row, the values that `wanted` have in the batch.
+    """`captured` computes, for the rows of a packed row, the values that the wanted nodes have in the batch.
 
     `placeholder_of` maps the graph's weights (attribute names) to the Dynamo graph's placeholders.
     """
 
     captured: CapturedGraph
-    wanted: tuple[fx.Node, ...]
     placeholder_of: dict[str, fx.Node] = field(default_factory=dict)
 
 
@@ -59,15 +59,15 @@ def lower(
     module: fx.GraphModule,
     inputs: Inputs,
     examples: Sequence[Any],
-    wanted: Sequence[fx.Node],
+    found: Cut,
     translate: Callable[[fx.Node, tuple[Any, ...], dict[str, Any]], Any],
 ) -> Lowered | Declined:
-    """Trace `module` again as said above. `wanted` are nodes whose values to return.
+    """Trace `module` again as said above, up to the rows of `found`.
 
     `translate(node, args, kwargs)` may give the value of a call that is not to be run as it is, or NotImplemented.
-    Declined if the trace holds for no interval of T, or writes into a weight.
+    Declined if the trace holds for no interval of T, or writes into what `found` does not know of.
     """
-    row = _Row(module, inputs, examples, wanted, translate)
+    row = _Row(module, inputs, examples, tuple(found.rows), translate)
     try:
         program = _export(row)
     except (
@@ -77,8 +77,9 @@ def lower(
     ) as error:  # what torch raises for a trace that fails
         return Declined(f"it cannot be traced over a row of any length: {_first_line(error)}")
     seen = row.seen
-    if program.graph_signature.buffers_to_mutate or program.graph_signature.user_inputs_to_mutate:
-        return Declined("the forward writes into its weights or inputs")
+    unknown = _writes_unknown(program, row, found)
+    if unknown is not None:
+        return unknown
     where = interval_of(seen.shape_env, seen.symbol, EXAMPLE_TOKENS)
     if isinstance(where, Declined):
         return where
@@ -88,7 +89,17 @@ def lower(
     placeholders = {
         attr: held[name] for attr, name in captured.weight_names.items() if name in held
     }
-    return Lowered(captured, tuple(wanted), placeholders)
+    return Lowered(captured, placeholders)
+
+
+def _writes_unknown(program: ExportedProgram, row: _Row, found: Cut) -> Declined | None:
+    """Whether the forward writes into something that the rest of the graph does not write into as well."""
+    signature = program.graph_signature
+    written = [row.placeholder_of[name] for name in signature.buffers_to_mutate.values()]
+    unknown = [node for node in written if node not in found.written]
+    if unknown or (signature.user_inputs_to_mutate and not found.written):
+        return Declined("the forward writes into its inputs in a way unknown", *unknown[:1])
+    return None
 
 
 class _Seen:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from .dynamo_inputs import example_of
+from .dynamo_writes import is_in_place
 
 LENDING = ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty",
            "new_zeros", "new_ones", "new_full", "size", "dim")  # fmt: skip
@@ -26,19 +27,13 @@ def stops(module: fx.GraphModule) -> frozenset[tuple[fx.Node, fx.Node]]:
             if needs_gradient(operand) or operand in of_weights:
                 of_weights.add(node)
             if operand in of_weights and _is_constant(operand) and needs_gradient(node):
-                if not _writes_to(node, operand):
+                if not (is_in_place(node) and node.args[0] is operand):
                     found.append((node, operand))
     return frozenset(found)
 
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _writes_to(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether a node is an in-place operation on this operand, whose place nothing else may take."""
-    name = _name(node)
-    return name.endswith("_") and not name.endswith("__") and node.args[:1] == (operand,)
 
 
 def needs_gradient(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .leaves import Leaf, LeafUnsupported, register_function
+from .leaves import Leaf, LeafUnsupported, output_dtype, register_function
 
 STATE_SHAPES: dict[str, Callable[[dict[str, torch.Tensor]], tuple[int, ...]]] = {
     # the batch, heads, width of keys, width of values
@@ -115,7 +115,8 @@ def leaf_call_of(node: fx.Node) -> LeafCall | None:
 def _shapes(call: LeafCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = call.bind(args, kwargs)
     like = values[call.leaf.output_like]
-    output = torch.empty(like.shape, dtype=values[call.leaf.dtype_like].dtype, device=like.device)
+    dtype = output_dtype(call.leaf, values)
+    output = torch.empty(like.shape, dtype=dtype, device=like.device)
     state = None
     if call.wants_state(values):
         state = torch.empty(STATE_SHAPES[call.leaf.name](values), device=like.device)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from regraft.kernels.varlen.differentiable import define
+
 _DECORATOR = "use_kernel_func_from_hub_with_fallback"
 
 
@@ -235,7 +237,7 @@ def _function(key: str) -> FunctionType:
     return _FUNCTIONS[key]
 
 
-def _output_dtype(leaf: Leaf, values: dict[str, Any]) -> torch.dtype:
+def output_dtype(leaf: Leaf, values: dict[str, Any]) -> torch.dtype:
     """SSD returns its float32 sums as they are; a selective scan's skip and gate promote (D comes in float32)."""
     if leaf.name == "mamba_chunk_scan_combined":
         return torch.float32
@@ -247,7 +249,7 @@ def _output_dtype(leaf: Leaf, values: dict[str, Any]) -> torch.dtype:
 
 
 def _define(leaf: Leaf) -> None:
-    """Register the operator: it runs the torch function, and its fake says the output's shape."""
+    """Register the operator: it runs the torch function and has its gradient; its fake says the output's shape."""
     names = [part.split()[-1] for part in leaf.schema[1 : leaf.schema.index(")")].split(",")]
 
     def run(*args: Any) -> torch.Tensor:
@@ -255,14 +257,13 @@ def _define(leaf: Leaf) -> None:
         output = _function(values.pop("function"))(**values)
         return output[0] if isinstance(output, tuple) else output
 
-    operator = torch.library.custom_op(leaf.operator_name, run, mutates_args=(), schema=leaf.schema)
-
-    @operator.register_fake
-    def _(*args: Any) -> torch.Tensor:
+    def empty(*args: Any) -> torch.Tensor:
         values = dict(zip(names, args, strict=True))
         like = values[leaf.output_like]
-        dtype = _output_dtype(leaf, values)
+        dtype = output_dtype(leaf, values)
         return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+    define(f"leaf_{leaf.name}", leaf.schema, run, empty)
 
 
 for _leaf in LEAVES.values():

@@ -50,12 +50,14 @@ def recompute(
 ) -> list[Tensor]:
     """Gradients of `function(*args)` for the arguments that are `needed`, in their order.
 
-    To be called in an operator's implementation. Raises RuntimeError where `function` is not differentiable.
+    To be called in an operator's implementation. Raises RuntimeError where `function` keeps no history.
     """
     own = [_fresh(x, needs) for x, needs in zip(args, needed, strict=True)]
     wanted = [x for x, needs in zip(own, needed, strict=True) if needs]
     with _autograd(), torch.enable_grad():
         out = function(*own)
+        if not out.requires_grad:
+            raise RuntimeError("this operator has no backward: what it computes keeps no history")
         found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
     return [
         torch.zeros_like(x) if g is None else _unaliased(g, grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backend.batches import FORMS, LOGITS, alone, batch, compiled, fresh_dynamo, texts, worst
+from tests.backend.batches import LOGITS, alone, batch, compiled, fresh_dynamo, texts, worst
 from tests.families.models import build
 
 KINDS = {
@@ -27,27 +27,47 @@ KINDS = {
 COUNTS_PADDING = ("gpt2", "llama4", "gptj", "codegen")
 
 
-def check(name: str, form: str) -> None:
+QUICK = ("qwen3", "gpt_oss", "qwen3_next")
+"""In every form also where minutes count; the other kinds are packed there."""
+
+
+def check(name: str, *forms: str) -> None:
+    """All forms through one compilation."""
     model = build(name)
-    call = batch(form, texts(name))
+    calls = [batch(form, texts(name)) for form in forms]
     with fresh_dynamo() as reports, torch.no_grad():
-        logits = compiled(model)(**call.inputs, use_cache=False).logits
-    expected = alone(model, call.texts)
-    if form == "padded left" and name in COUNTS_PADDING:
-        with torch.no_grad():
-            expected = call.split(model(**call.inputs, use_cache=False).logits)
-    assert worst(call.split(logits), expected) <= LOGITS
+        step = compiled(model)
+        results = [step(**call.inputs, use_cache=False).logits for call in calls]
+    for form, call, logits in zip(forms, calls, results):
+        expected = alone(model, call.texts)
+        if form == "padded left" and name in COUNTS_PADDING:
+            with torch.no_grad():
+                expected = call.split(model(**call.inputs, use_cache=False).logits)
+        assert worst(call.split(logits), expected) <= LOGITS, form
     (report,) = reports
     assert report.served
-    assert (report.calls, report.fallbacks) == (1, 0)
+    assert (report.calls, report.fallbacks) == (len(forms), 0)
     assert {layer.served for layer in report.layers} == {"grafted"}
 
 
-@pytest.mark.parametrize("form", FORMS)
+def kinds_or_quick() -> list[object]:
+    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in KINDS]
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_kind(name: str, form: str) -> None:
+def test_packed(name: str) -> None:
     """Each text as by itself, nothing left to the model's own mixing."""
-    check(name, form)
+    check(name, "packed")
+
+
+@pytest.mark.parametrize("name", kinds_or_quick())
+def test_padded(name: str) -> None:
+    check(name, "padded right", "padded left")
+
+
+@pytest.mark.parametrize("name", kinds_or_quick())
+def test_plain(name: str) -> None:
+    check(name, "plain")
 
 
 @pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "falcon", "gpt_oss", "afmoe", "llama4"])

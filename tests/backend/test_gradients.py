@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.backend.batches import batch, compiled, fresh_dynamo, texts
+from tests.backend.toys import ToyLM, WithDetach, WithOwnGradient, WithPair, WithSum
 from tests.families.models import build
 
 RELATIVE = 1e-3
@@ -27,7 +28,7 @@ KINDS = {
 }
 
 
-def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+def gradients(model: nn.Module) -> dict[str, Tensor]:
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found
@@ -75,6 +76,30 @@ def test_packed_step(name: str) -> None:
         step = compiled(model)
         step(**call.inputs, labels=labels(call.inputs, call.rows), use_cache=False).loss.backward()
     assert [report.served for report in reports] == [True]
+    assert_equal_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("kind", [ToyLM, WithDetach, WithOwnGradient, WithSum])
+def test_where_a_model_says_what_has_a_gradient(kind: type[ToyLM]) -> None:
+    """Stopped and made-up gradients are the model's own; what runs without an operator has one too."""
+    model, lengths = kind(), (7, 1, 4)
+    call = batch("packed", [torch.randint(32, (n,)) for n in lengths])
+    for text in call.texts:
+        model(input_ids=text[None]).logits.square().sum().backward()
+    expected = gradients(model)
+    with fresh_dynamo() as reports:
+        compiled(model)(**call.inputs).logits.square().sum().backward()
+    assert [report.served for report in reports] == [True]
+    assert_equal_gradients(gradients(model), expected)
+
+
+def test_a_function_that_cannot_be_had_apart_is_left_alone() -> None:
+    model, ids = WithPair(), torch.randint(32, (2, 5))
+    model(input_ids=ids).logits.square().sum().backward()
+    expected = gradients(model)
+    with fresh_dynamo() as reports:
+        compiled(model)(input_ids=ids).logits.square().sum().backward()
+    assert "an autograd.Function with several results" in reports[0].reason
     assert_equal_gradients(gradients(model), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,48 @@ class WithDetach(ToyLM):
         return x * factor + mixed * mixed.detach()
 
 
+class _Rounded(torch.autograd.Function):
+    """A step function whose gradient is made up, and no derivative of anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, steps: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.width = x.shape[-1] + x.shape[1] - x.shape[1]
+        return (x * steps).round() / steps
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * (x.abs() < 1) + grad / ctx.width, None
+
+
+class WithOwnGradient(ToyLM):
+    """A function with a backward of its own."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + _Rounded.apply(mixed, 4.0)
+
+
+class _Pair(torch.autograd.Function):
+    """Two results, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+        return one + two
+
+
+class WithPair(ToyLM):
+    """A function with a backward of its own, and two results."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        one, two = _Pair.apply(mixed)
+        return x + one * two
+
+
 class WithSum(ToyLM):
     """Every token reads a sum over all that came before: a mixing that no pass knows."""
 
@@ -78,15 +121,22 @@ class WithMean(ToyLM):
 
 
 class WithBuffer(ToyLM):
-    """The forward counts its calls in a buffer."""
+    """The forward counts its calls in a buffer, keeps a sum in another, and reads both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(16))
 
     def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        mixed = mixed * (1 + self.total.tanh() * 0.1)
         self.calls.add_(1)
-        return x + mixed
+        self.total[3:7].add_(self.calls)
+        mixed = mixed + self.total[5]
+        self.total[::2].copy_(self.total[1::2])
+        self.total[1] = x.sum()
+        self.total[8:].copy_(x.sum((0, 1))[8:])
+        return x + mixed * self.calls
 
 
 class WithLoop(ToyLM):
