@@ -35,6 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("old", "new"):
         diff.add_argument(name, help="a report (of inspect --json), or what inspect takes")
     diff.set_defaults(run=_diff)
+    check = commands.add_parser("check", help="is it right, and the same in any batch? 1 if not")
+    check.add_argument("model", help="a hub id or a folder")
+    check.add_argument(
+        "--batch-invariant", action="store_true", help="in the mode that promises the same bits"
+    )
+    check.add_argument("--dtype", default="auto", help='of the weights (default "auto")')
+    check.add_argument("--sizes", type=int, nargs="+", metavar="N", help="requests in a batch")
+    check.set_defaults(run=_check)
     generate = commands.add_parser("generate", help="answer prompts with a model")
     generate.add_argument("model", help="a hub id or a folder")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
@@ -98,6 +106,20 @@ def _report_of(source: str) -> dict[str, Any]:
         if "schema_version" in data:
             return data
     return regraft.inspect(source).to_dict()
+
+
+def _check(options: argparse.Namespace) -> int:
+    from transformers import AutoModelForCausalLM
+
+    from regraft.rewriter.check import SIZES, check
+
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
+    sizes = options.sizes or SIZES
+    settings = {"batch_invariant": options.batch_invariant, "max_requests": max(sizes) + 1}
+    with regraft.wrap(model, validate="off", **settings) as engine:
+        report = check(engine, model, sizes=sizes)
+    print(report)
+    return 0 if report.passed else 1
 
 
 def _generate(options: argparse.Namespace) -> int:

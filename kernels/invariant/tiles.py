@@ -17,13 +17,16 @@ KEYS = 64
 
 
 def scores_of(keys: Tensor, query: Tensor) -> Tensor:
-    """keys [B, KEYS, D] @ query [B, D, C] -> [B, KEYS, C]: queries are columns."""
-    return torch.bmm(keys, query)
+    """keys [B, KEYS, D] @ query [B, D, C] -> [B, KEYS, C]: queries are columns.
+
+    Contiguous, or BLAS would be asked for another product where a batch of one makes a view of what else is copied.
+    """
+    return torch.bmm(keys.contiguous(), query.contiguous())
 
 
 def values_of(values: Tensor, weights: Tensor) -> Tensor:
     """values [B, Dv, KEYS] @ weights [B, KEYS, C] -> [B, Dv, C]."""
-    return torch.bmm(values, weights)
+    return torch.bmm(values.contiguous(), weights.contiguous())
 
 
 @dataclass(frozen=True)
