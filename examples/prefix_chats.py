@@ -25,7 +25,6 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import regraft
 
-SYSTEM_TOKENS = 600
 SETTINGS = {"cache_tokens": 16_384, "max_requests": 16, "validate": "off"}
 """For both ways. Room for all that the chats share and for some dozens of their own parts."""
 
@@ -48,19 +47,21 @@ def main() -> None:
     parser.add_argument(
         "--uncached", type=int, default=12, metavar="N", help="chats measured without the cache"
     )
+    parser.add_argument(
+        "--shared", type=int, default=600, metavar="N", help="tokens that the chats begin with"
+    )
     arguments = parser.parse_args()
     model, tokenizer = _smollm2.load(arguments.model)
-    prompts = make_prompts(tokenizer, arguments.chats)
+    prompts = make_prompts(tokenizer, arguments.chats, arguments.shared)
     print(f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {model.device}")
     compare(arguments.model or _smollm2.NAME, model, prompts, arguments.uncached)
     hybrid = small_hybrid(len(tokenizer)).to(model.device)
     compare("a small hybrid with random weights", hybrid, prompts, arguments.uncached)
 
 
-def make_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Token ids of `count` chats; their first `SYSTEM_TOKENS` tokens are the same."""
-    text = tokenizer((NOTES + STORY) * 9)["input_ids"]
-    system = text[:SYSTEM_TOKENS]
+def make_prompts(tokenizer: Any, count: int, shared: int) -> list[list[int]]:
+    """Token ids of `count` chats; their first `shared` tokens are the same."""
+    system = tokenizer((NOTES + STORY) * 9)["input_ids"][:shared]
     return [system + tokenizer(question(number))["input_ids"] for number in range(count)]
 
 
@@ -92,7 +93,7 @@ def small_hybrid(vocab_size: int) -> Qwen3NextForCausalLM:
 
 def compare(name: str, model: Any, prompts: list[list[int]], uncached: int) -> None:
     """Serve the chats both ways and print what the cache saved."""
-    print(f"\n{name}: {len(prompts)} chats, {SYSTEM_TOKENS} tokens of each the same")
+    print(f"\n{name}: {len(prompts)} chats")
     without = serve("without", model, prompts[:uncached], prefix_cache=False)
     cached = serve("with", model, prompts, prefix_cache=True)
     for run in (without, cached):

@@ -97,6 +97,15 @@ def test_device_check_on_the_cpu(tmp_path: Path) -> None:
     assert set(found["decode"]) == {"2", "1"}
 
 
+def test_prefix_chats(folder: Path) -> None:
+    sizes = ["--chats", "4", "--uncached", "2", "--shared", "200"]
+    printed = run("prefix_chats.py", folder, *sizes)
+    saved = [float(share) for share in re.findall(r"tokens fall by ([\d.]+)%", printed)]
+    assert len(saved) == 2
+    assert min(saved) > 30  # of four chats; where texts part the hybrid knows from the second one on
+    assert printed.count("2 of 2 first tokens are the same") == 2
+
+
 def test_own_pass() -> None:
     printed = run("own_pass.py")
     assert "mixing | replayed" in printed
