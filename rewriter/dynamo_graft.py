@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import fx
 
 from regraft.kernels.varlen import STATELESS
@@ -17,7 +16,7 @@ from .dynamo_inputs import Inputs
 from .dynamo_lower import UNKNOWN, Lowered, lower
 from .dynamo_range import dynamo_interval
 from .errors import RewriteError
-from .grafted import Grafted
+from .grafted import CompiledLater, Grafted
 from .leaf_calls import leaf_call_of
 from .pattern import Declined, Pass
 from .pipeline import GraphPass, Rewriting, rewrite
@@ -122,7 +121,7 @@ def _assemble(
         ids=order[inputs.input_ids],
         attention_mask=None if mask is None else order[mask],
         position_ids=None if positions is None else order[positions],
-        compiled=form.module if backend == "eager" else torch.compile(form.module, backend=backend),
+        compiled=form.module if backend == "eager" else CompiledLater(form.module, backend),
         sequence_inputs=form.sequence_inputs,
         weights=tuple(order[lowered.placeholder_of[name]] for name in form.weights),
         places=tuple(found.rows.values()),

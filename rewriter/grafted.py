@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,6 +84,24 @@ class Grafted:
             place.rows_first(value)[:count]
             for place, value in zip(self.places, values, strict=True)
         ]
+
+
+class CompiledLater:
+    """A graph that another backend compiles when it is first called.
+
+    Not before: code that is generated while Dynamo is in the middle of a frame is marked never to be compiled.
+    """
+
+    def __init__(self, module: fx.GraphModule, backend: str) -> None:
+        self._module, self._backend = module, backend
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Sequence[Tensor]]:
+        self._module.recompile()
+        return torch.compile(self._module, backend=self._backend)
+
+    def __call__(self, *args: Tensor) -> Sequence[Tensor]:
+        return self._compiled(*args)
 
 
 def _groups(packing: Packing, most: int | None) -> Iterator[tuple[slice, Packing]]:
