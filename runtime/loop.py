@@ -244,7 +244,9 @@ class StepLoop:
         error: str | None = None,
     ) -> None:
         """Ends a request; `token` is the one it ends with, if it made one in this step."""
-        self.scheduler.remove(request, is_sound=reason != "error")
+        # An error of the request's own, as of a caller's processor, says nothing of what the model computed.
+        is_sound = reason != "error" or request.error is not None
+        self.scheduler.remove(request, is_sound=is_sound)
         if self.live.get(request.request_id) is request:
             del self.live[request.request_id]
         made = [token for token in request.tokens[request.num_prompt :] if token != PENDING]

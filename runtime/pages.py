@@ -37,6 +37,11 @@ class PagePool:
         return self._num_free + len(self._kept)
 
     @property
+    def num_kept(self) -> int:
+        """Pages that nobody uses and whose content may be asked for."""
+        return len(self._kept)
+
+    @property
     def free(self) -> list[int]:
         """The numbers of the free pages, ascending."""
         return [int(page) for page in np.flatnonzero(self._free)]

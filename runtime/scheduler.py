@@ -287,7 +287,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_preemptions=self.num_preemptions,
             computed_tokens=self.computed_tokens,
-            free_pages=self.pages.num_free - len(self.pages.kept),
+            free_pages=self.pages.num_free - self.pages.num_kept,
             cached_pages=self.prefix.num_pages,
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,

@@ -49,12 +49,12 @@ QUICK = ("llama", "gemma2", "deepseek_v3", "qwen3_next", "bamba", "mamba2", "dee
 class Asker:
     """Asks for one text at a time, and compares all logits that were made for it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **settings: object) -> None:
         self.family = FAMILIES[name]
         self.model: PreTrainedModel = build(name)
         # Its own, since some models change their buffers as they run, and with them the version of the weights.
         self.reference: PreTrainedModel = build(name)
-        self.engine: regraft.Engine = wrap(self.model, **SETTINGS)
+        self.engine: regraft.Engine = wrap(self.model, **SETTINGS, **settings)
         self.logits: list[Tensor] = []
         serve = self.engine.model.forward
 
@@ -101,6 +101,23 @@ def test_cold_and_warm_logits_are_the_models(name: str) -> None:
     assert asker.ask(beginning) == SHARED - (8 if has_states else 4)
     assert asker.ask(story, count=9) == SHARED
     assert asker.ask(story, count=9) in range(SHARED + 24, SHARED + 30)
+
+
+# The engine's own scans, for which batch invariance has a form of its own; and attention of two kinds.
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("bamba", marks=pytest.mark.slow)])
+def test_warm_is_cold_to_the_last_bit_where_batches_are_invariant(name: str) -> None:
+    asker = Asker(name, batch_invariant=True)
+    texts = [asker.text(SHARED) + asker.text(9, seed) for seed in (1, 2, 3)]
+    results = []
+    for salt in ("cold", "warm", "warm"):
+        asker.engine.generate(texts[:2], max_new_tokens=1, cache_salt="warm")
+        before = asker.engine.stats.prefix_hit_tokens
+        asker.logits.clear()
+        asker.engine.generate(texts[2:], max_new_tokens=4, cache_salt=salt)
+        results.append(torch.cat(asker.logits[-4:]))
+        assert (asker.engine.stats.prefix_hit_tokens > before) == (salt == "warm")
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_rows_of_a_replayed_region(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,6 +204,17 @@ def test_what_led_to_nan_is_not_found_again():
     assert ask(engine, STORY) == (engine.model.continue_greedily(STORY, 3), 0)
 
 
+def test_a_callers_processor_that_raises_costs_others_nothing():
+    def broken(tokens, scores):
+        raise ZeroDivisionError
+
+    engine = make()
+    ask(engine, STORY)
+    (output,) = engine.generate([STORY], max_new_tokens=3, logits_processor=[broken])
+    assert output.finish_reason == "error"
+    assert ask(engine, STORY)[1] == 56
+
+
 def test_after_a_step_that_failed_nothing_is_found():
     engine = make()
     ask(engine, STORY)

@@ -164,6 +164,26 @@ def test_chunks_of_a_scored_sequence_are_its_own_and_never_split():
     assert run_step(scheduler) == [("r1", 9, 10), ("s", 15, 20)]
 
 
+def most_preemptions(most, monkeypatch):
+    """Of one request, where older ones grow all the time and need its pages."""
+    monkeypatch.setattr("regraft.runtime.scheduler.MOST_PREEMPTIONS", most)
+    scheduler = make_scheduler(pages=64, page_size=1, budget=60, requests=20)
+    requests = [make_request(number, 1, new=60) for number in range(16)]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.running or scheduler.waiting:
+        run_step(scheduler)
+    assert all(request.num_output == 60 for request in requests)
+    return max(request.num_preemptions for request in requests)
+
+
+def test_a_request_is_preempted_a_few_times_and_then_never_again(monkeypatch):
+    unbounded = most_preemptions(1000, monkeypatch)
+    assert unbounded > 3
+    for most in range(1, unbounded):
+        assert most_preemptions(most, monkeypatch) == most
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_request_ends_whatever_the_pools(seed):
     """Each step has work within its budget, and all requests end in bounded time."""
