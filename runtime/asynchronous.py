@@ -77,6 +77,9 @@ class AsyncTokenStream(AsyncIterator[StreamToken]):
         self._inbox = inbox
         self._owner = owner
         self._deadline = deadline
+        self._is_over = (
+            False  # the last token was read: its request has an output some time before that
+        )
 
     @property
     def request(self) -> Request:
@@ -93,6 +96,7 @@ class AsyncTokenStream(AsyncIterator[StreamToken]):
         inbox = self._inbox
         await self._wait()
         tokens = [inbox.tokens.popleft() for _ in range(len(inbox.tokens))]
+        self._is_over = self._is_over or tokens[-1].output is not None
         inbox.release()
         return tokens
 
@@ -101,6 +105,7 @@ class AsyncTokenStream(AsyncIterator[StreamToken]):
         tokens = self._inbox.tokens
         while tokens:
             token = tokens.popleft()
+            self._is_over = token.output is not None
             if len(tokens) <= self._owner.max_unread // 2:
                 self._inbox.release()
             if token.token_id is not None:
@@ -137,8 +142,9 @@ class AsyncTokenStream(AsyncIterator[StreamToken]):
         """Until there is a token to read, or the request has ended."""
         inbox = self._inbox
         while not inbox.tokens:
-            if self.output is not None:
-                if self.output.finish_reason == "error":  # its own, or everybody's
+            if self._is_over:
+                if self.output is not None and self.output.finish_reason == "error":
+                    # Its own error, or everybody's.
                     await asyncio.to_thread(self._owner.engine.background.settle)
                     self._owner.check_alive()
                 return

@@ -30,6 +30,7 @@ class TokenStream(Iterator[StreamToken]):
         self._run_until = run_until
         self._cancel = cancel
         self._tokens: deque[StreamToken] = deque()
+        self._is_over = False
         request.sink = self._tokens.append
 
     @property
@@ -39,10 +40,12 @@ class TokenStream(Iterator[StreamToken]):
 
     def __next__(self) -> StreamToken:
         while True:
-            self._run_until(lambda: self._tokens or self._request.output is not None)
-            if not self._tokens:
+            if self._is_over:
                 raise StopIteration
+            # Not until it has an output: another thread sets that before the last token is here.
+            self._run_until(lambda: self._tokens)
             token = self._tokens.popleft()
+            self._is_over = token.output is not None
             if token.token_id is not None:
                 return token
 

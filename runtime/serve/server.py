@@ -18,6 +18,8 @@ def make_server(engine: Engine, settings: ServeSettings) -> uvicorn.Server:
         create_app(engine, settings),
         host=settings.host,
         port=settings.port,
+        # Longer than clients keep an idle connection: else both may end it as one is taken up again.
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
         log_level="info",
         access_log=False,

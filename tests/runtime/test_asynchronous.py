@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from regraft.runtime import loop as loop_module
 from regraft.runtime.asynchronous import AsyncEngine
 from regraft.runtime.errors import (
     EngineClosedError,
@@ -65,6 +66,32 @@ def test_every_consumer_gets_its_own_tokens():
         assert await asyncio.gather(*tasks) == [
             engine.model.continue_greedily(prompt, 9) for prompt in prompts
         ]
+
+    run(use)
+
+
+def test_a_request_that_has_ended_still_has_its_last_token(monkeypatch):
+    """Its output is there a moment before: made long here, that moment loses nothing."""
+    plain = loop_module._stream_token
+
+    def late(request, token):
+        time.sleep(0.003 if request.output is not None else 0)
+        return plain(request, token)
+
+    monkeypatch.setattr(loop_module, "_stream_token", late)
+
+    async def use(engine, served):
+        for index in range(10):
+            stream = await served.stream([index], max_new_tokens=3)
+            assert len([token async for token in stream]) == 3
+            stream = await served.stream([index], max_new_tokens=3)
+            read = []
+            while tokens := await stream.read():
+                read += tokens
+                await asyncio.sleep(0)
+            assert len(read) == 3
+            reading = asyncio.to_thread(lambda i=index: list(engine.stream([i], max_new_tokens=3)))
+            assert len(await reading) == 3
 
     run(use)
 
