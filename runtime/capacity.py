@@ -71,7 +71,7 @@ def _most_checkpoints(config: EngineConfig) -> int:
     if not config.prefix_cache:
         return 0
     wanted = config.prefix_checkpoints
-    return 2 * config.max_requests if wanted is None else wanted
+    return config.max_requests if wanted is None else wanted
 
 
 def _budget(config: EngineConfig, device: torch.device) -> int:

@@ -47,7 +47,7 @@ class EngineConfig:
 
     prefix_checkpoints: int | None = None
     """Most copies of recurrent states kept for the prefix cache, each of the size of a request's
-    states (copies; default None: twice `max_requests`). With `memory_fraction`, no more than fit;
+    states (copies; default None: as many as `max_requests`). With `memory_fraction`, no more than fit;
     where there is no room for one, it is left out."""
 
     compile: bool | None = None

@@ -82,7 +82,8 @@ class Engine:
         `prompts` are lists of token ids or, with a tokenizer, texts. `generation_config`, or its
         fields as keywords, say how, over the model's own generation config as in transformers'
         `generate`. A keyword given as a list has one value per prompt; `seed` makes the tokens of
-        a sampled request its own, whatever else runs. `progress` draws a bar. A bad prompt or
+        a sampled request its own, whatever else runs; with a prefix cache, a text as `cache_salt`
+        keeps it apart from requests with another one or none. `progress` draws a bar. A bad prompt or
         field is a RequestError before anything runs.
         """
         requests = self.make_requests(prompts, generation_config, fields)

@@ -43,6 +43,15 @@ class StepLoop:
             config, capacity, model.switch_lengths, has_states=bool(model.states)
         )
         self.runner = Runner(model, capacity, config, notes)
+        if (
+            config.prefix_cache
+            and model.states
+            and not capacity.num_checkpoints
+            and notes is not None
+        ):
+            notes.append(
+                "prefix cache: no room for a copy of recurrent states, so nothing is reused"
+            )
         self.live: dict[str, Request] = {}
         self.closed = False
         self._model = model

@@ -89,6 +89,59 @@ def test_capacity_from_memory(monkeypatch):
         plan_capacity(EngineConfig(page_size=10), model)
 
 
+def test_room_for_checkpoints(monkeypatch):
+    monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 100_000)
+    model = ToyModel(max_positions=None)
+    model.rows = (RowSpec("r", (25,), torch.float32),)  # 100 bytes a token
+    model.states = (StateSpec("s", (250,), torch.float32),)  # 1000 bytes a request
+    sizes = {"memory_fraction": 0.5, "page_size": 10, "prefix_cache": True}
+    planned = plan_capacity(EngineConfig(max_requests=1000, **sizes), model)
+    # 25 states are half of 50,000 bytes.
+    assert (planned.num_slots, planned.num_checkpoints, planned.num_pages) == (13, 12, 25)
+    few = plan_capacity(EngineConfig(max_requests=4, **sizes), model)
+    assert (few.num_slots, few.num_checkpoints, few.num_pages) == (5, 4, 41)
+    none = plan_capacity(EngineConfig(max_requests=4, prefix_checkpoints=0, **sizes), model)
+    assert (none.num_slots, none.num_checkpoints, none.num_pages) == (5, 0, 45)
+    model.states = ()
+    assert plan_capacity(EngineConfig(max_requests=4, **sizes), model).num_checkpoints == 0
+    given = EngineConfig(cache_tokens=100, max_requests=4, prefix_cache=True)
+    assert plan_capacity(given, ToyModel()).num_checkpoints == 4
+    runner = Runner(ToyModel(), plan_capacity(given, ToyModel()))
+    assert runner.pools["toy:state"].shape == (1 + 4 + 4, 1)
+
+
+def test_states_are_copied_between_slots():
+    runner = Runner(ToyModel(has_rows=False), Capacity(1, 0, num_slots=3, num_checkpoints=2))
+    pool = runner.pools["toy:state"]
+    pool[:, 0] = torch.arange(5.0)
+    runner.copy_states({})
+    runner.copy_states({3: 1, 4: 1})
+    assert pool[:, 0].tolist() == [0, 1, 2, 1, 1]
+
+
+def test_a_page_is_kept_until_room_is_needed():
+    pool = PagePool(num_pages=6, page_size=4)
+    evicted = []
+    pool.on_evict = evicted.append
+    first = pool.take(3)
+    for page in first:
+        pool.keep(page)
+    pool.share(first[:2])
+    pool.give_back(first)
+    assert pool.kept == [first[2]]
+    assert not pool.are_exclusive(first[:1])
+    pool.give_back(first[:2])
+    assert pool.kept == [first[2], first[1], first[0]]  # a text's end goes before its beginning
+    assert pool.num_free == 5
+    taken = pool.take(4)
+    assert evicted == [first[2], first[1]]
+    assert first[0] not in taken
+    pool.share([first[0]])
+    assert pool.num_free == 0
+    with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
+        pool.take(1)
+
+
 def test_free_memory_is_measured():
     free = capacity_module._free_host_memory()
     assert 0 < free < 2**50

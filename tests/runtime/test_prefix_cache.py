@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from regraft.runtime.config import EngineConfig
+from regraft.runtime.engine import Engine
 from regraft.runtime.errors import RequestError
 from regraft.runtime.prefix_cache import PrefixCache
 from regraft.runtime.prefix_keys import KeyChain, num_shared
@@ -153,6 +157,16 @@ def test_weights_that_change_between_steps(kind, overlaps):
             more = model.continue_greedily(before, told - len(before))
         assert prompt + made == before + more
     assert_idle(engine)
+
+
+def test_a_model_without_room_for_checkpoints_says_so():
+    notes = []
+    report = SimpleNamespace(notes=notes)
+    config = EngineConfig(prefix_cache=True, prefix_checkpoints=0, cache_tokens=400)
+    Engine(ToyModel(), config, report=report)
+    assert notes == ["prefix cache: no room for a copy of recurrent states, so nothing is reused"]
+    Engine(ToyModel(has_states=False), config, report=report)
+    assert len(notes) == 1
 
 
 def test_scores_are_computed_whatever_is_there():
