@@ -50,6 +50,8 @@ class Background:
     def hold(self, holder: object) -> None:
         """Keeps the thread running, and starts it if need be, until `release`."""
         with self._changed:
+            if self.fatal_error is not None:
+                self._changed.wait_for(lambda: self._thread is None)
             self._holders.add(id(holder))
             if self.is_alive:
                 return
@@ -67,6 +69,15 @@ class Background:
             thread.join(timeout)
             return not thread.is_alive()
         return True
+
+    def end(self) -> None:
+        """Ends the thread, after its step, whoever holds it."""
+        with self._changed:
+            self._holders.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def wake(self) -> None:
         """Tells the thread, and all who wait, to look again."""
@@ -140,7 +151,6 @@ class Background:
             self.fatal_error = error
             self._num_failures += 1
             self._loop.fail(_say(error))
-        finally:
             with self._changed:
                 self._in_step = False
                 self._thread = None
@@ -152,8 +162,13 @@ class Background:
             self._changed.wait_for(
                 lambda: not self._holders or (self._has_work() and not self._num_pauses)
             )
-            self._in_step = bool(self._holders)
-            return self._in_step
+            if not self._holders:
+                # Here, and not when it is gone: whoever holds from now on starts another.
+                self._thread = None
+                self._changed.notify_all()
+                return False
+            self._in_step = True
+            return True
 
     def _has_work(self) -> bool:
         return any(not request.is_held for request in list(self._loop.live.values()))

@@ -208,8 +208,10 @@ class Engine:
         return self._validator(*arguments, **options)
 
     def close(self) -> None:
-        """Cancels what is live and frees the caches. Closing twice is nothing."""
+        """Ends the background, cancels what is live and frees the caches. Closing twice is nothing."""
+        self.background.end()
         self._loop.close()
+        self.background.wake()
 
     def __enter__(self) -> Self:
         return self

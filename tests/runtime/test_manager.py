@@ -171,6 +171,44 @@ def test_the_engines_own_calls_wait_for_the_thread(engine, manager):
     assert len(manager.get_result(name).generated_tokens) == 40
 
 
+def test_an_engine_that_is_closed_ends_its_managers(caplog):
+    engine = make_engine()
+    slow(engine)
+    manager = Manager(engine)
+    manager.start()
+    names = manager.add_requests([[1], [2]], max_new_tokens=300)
+    waiter = manager.request_id_iter(names[0])
+    engine.close()
+    assert next(waiter).error == "cancelled"
+    assert manager.get_result().error == "cancelled"
+    assert manager.get_result() is None
+    assert not manager.is_running()
+    assert not caplog.records
+    manager.stop()
+
+
+def test_a_thread_that_ends_as_another_starts_leaves_one(engine):
+    managers = [Manager(engine) for _ in range(4)]
+
+    def use(manager):
+        for index in range(25):
+            manager.start()
+            name = manager.add_request([index], max_new_tokens=1)
+            assert manager.get_result(name, timeout=30) is not None
+            manager.stop(timeout=30)
+
+    threads = [threading.Thread(target=use, args=(manager,)) for manager in managers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert manager_is_idle(managers)
+
+
+def manager_is_idle(managers):
+    return not any(manager.is_running() or manager._results._boxes for manager in managers)
+
+
 def test_two_managers_share_an_engine(engine, manager):
     other = Manager(engine)
     other.start()

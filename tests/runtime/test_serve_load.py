@@ -17,7 +17,7 @@ import psutil
 from tests.runtime.engines import assert_idle, make_prompts
 from tests.runtime.servers import running, toy_engine
 
-SECONDS = float(os.environ.get("REGRAFT_SOAK_SECONDS", "6"))
+SECONDS = float(os.environ.get("REGRAFT_SOAK_SECONDS", "4"))
 CLIENTS = 64
 PROMPTS = make_prompts(24, seed=11, longest=90)
 LONGEST = 40
