@@ -4,7 +4,7 @@
     python examples/score_packed.py --layers 6      # fewer layers
 
 Texts of 16 to 512 tokens; every way returns the log-likelihood of each. Each is run once to warm up (which compiles
-it), and then timed over all of them.
+it); then the ways take turns, and the fastest of three passes over all texts counts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
@@ -42,13 +43,15 @@ def main() -> None:
         "eager, padded": padded(model),
         "Inductor, padded": padded(torch.compile(model, dynamic=True)),
     }
-    seconds, scores = {}, {}
-    for name, score in ways.items():
-        score(texts)
-        start = time.perf_counter()
-        scores[name] = score(texts)
-        seconds[name] = time.perf_counter() - start
-        print(f"{name:18} {seconds[name]:8.2f} s  {sum(lengths) / seconds[name]:8.0f} tokens/s")
+    scores = {name: score(texts) for name, score in ways.items()}
+    seconds = dict.fromkeys(ways, float("inf"))
+    for _ in range(arguments.rounds):
+        for name, score in ways.items():
+            start = time.perf_counter()
+            score(texts)
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+    for name, best in seconds.items():
+        print(f"{name:18} {best:8.2f} s  {sum(lengths) / best:8.0f} tokens/s")
     ours, *others = ways
     for other in others:
         off = float((scores[ours] - scores[other]).abs().max())

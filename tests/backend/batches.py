@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +22,11 @@ FORMS = ("plain", "padded right", "padded left", "packed")
 
 # Absolute, on logits whose spread is about 1: what float32 leaves of a forward in another order.
 LOGITS = 1e-4
+
+
+def slow_but(names: Iterable[str], quick: Collection[str]) -> list[Any]:
+    """Parameters for pytest: all of `names`, marked slow but for the quick ones."""
+    return [pytest.param(n, marks=[] if n in quick else pytest.mark.slow) for n in names]
 
 
 @dataclass(frozen=True)

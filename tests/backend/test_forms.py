@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.backend.batches import LOGITS, alone, batch, compiled, fresh_dynamo, texts, worst
+from tests.backend.batches import (
+    LOGITS,
+    alone,
+    batch,
+    compiled,
+    fresh_dynamo,
+    slow_but,
+    texts,
+    worst,
+)
 from tests.families.models import build
 
 KINDS = {
@@ -28,7 +37,7 @@ COUNTS_PADDING = ("gpt2", "llama4", "gptj", "codegen")
 
 
 QUICK = ("qwen3", "gpt_oss", "qwen3_next")
-"""In every form also where minutes count; the other kinds are packed there."""
+"""In every form; of the other kinds, where minutes count, packed alone."""
 
 
 def check(name: str, *forms: str) -> None:
@@ -50,22 +59,18 @@ def check(name: str, *forms: str) -> None:
     assert {layer.served for layer in report.layers} == {"grafted"}
 
 
-def kinds_or_quick() -> list[object]:
-    return [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in KINDS]
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_packed(name: str) -> None:
     """Each text as by itself, nothing left to the model's own mixing."""
     check(name, "packed")
 
 
-@pytest.mark.parametrize("name", kinds_or_quick())
+@pytest.mark.parametrize("name", slow_but(KINDS, QUICK))
 def test_padded(name: str) -> None:
     check(name, "padded right", "padded left")
 
 
-@pytest.mark.parametrize("name", kinds_or_quick())
+@pytest.mark.parametrize("name", QUICK)
 def test_plain(name: str) -> None:
     check(name, "plain")
 

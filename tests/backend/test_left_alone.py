@@ -8,7 +8,7 @@ from torch import Tensor
 
 from regraft.rewriter.backend_report import GraphReport
 from regraft.rewriter.errors import RewriteError
-from tests.backend.batches import batch, compiled, fresh_dynamo, texts
+from tests.backend.batches import batch, compiled, fresh_dynamo, slow_but, texts
 from tests.backend.toys import ToyLM, WithBreak, WithLoop, WithMean, WithSum
 from tests.families.models import FAMILIES, build
 from tests.tolerance import assert_close
@@ -91,7 +91,7 @@ def test_padding_in_the_middle_runs_the_batch_as_it_is() -> None:
     assert "between the tokens of a row" in reports[0].last_fallback
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+@pytest.mark.parametrize("name", slow_but(["qwen3", "qwen3_next"], ["qwen3"]))
 def test_generate(name: str) -> None:
     """A compiled model generates what it generates itself; the steps that read a cache are left alone."""
     model = build(name)
