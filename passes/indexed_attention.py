@@ -19,6 +19,7 @@ import regraft.kernels.indexed_attention  # noqa: F401 (registers the operators)
 from regraft.rewriter.attention_core import Core, find_core
 from regraft.rewriter.attention_rows import Rows
 from regraft.rewriter.graph import TOKENS
+from regraft.rewriter.masks import Relation
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 
 from . import latent_attention
@@ -32,6 +33,7 @@ from .attention import (
     row_pool,
     unused_label,
 )
+from .indexed_pools import PoolIndexer, find_pools
 from .indexed_selection import Indexer, find_selection
 
 aten = torch.ops.aten
@@ -42,7 +44,7 @@ SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 class Indexed:
     """What was found: the selection, and attention over keys and values or over a latent row."""
 
-    indexer: Indexer
+    indexer: Indexer | PoolIndexer
     attention: Plan
     latent: latent_attention.Latent | None
 
@@ -54,7 +56,7 @@ def pattern(region: Region) -> Core | Declined:
 
 def check(core: Core) -> Indexed | Declined:
     """Keys that are not selected are hidden, and the selection is a top-k of known scores of all keys in sight."""
-    found = find_selection(core, masked_below(core))
+    found = _find(core)
     if isinstance(found, Declined):
         return found
     selected, indexer = found
@@ -63,15 +65,28 @@ def check(core: Core) -> Indexed | Declined:
         return plan
     # Were less attended to than selected from, a query could be left without any key, and softmax over
     # nothing is what the mask's spelling makes of it.
-    if indexer.relation != plan.score.relation:
+    relation = Relation() if isinstance(indexer, PoolIndexer) else indexer.relation
+    if relation != plan.score.relation:
         return Declined(
-            f"keys are selected where {indexer.relation}, attended to where {plan.score.relation}",
+            f"keys are selected where {relation}, attended to where {plan.score.relation}",
             indexer.topk, 0.8,
         )  # fmt: skip
     if plan.slopes is not None or plan.by_distance is not None:
         return Declined("attention to selected keys with a bias by position", core.softmax, 0.8)
     latent = latent_attention.check(selected)
     return Indexed(indexer, plan, None if isinstance(latent, Declined) else latent)
+
+
+def _find(core: Core) -> tuple[Core, Indexer | PoolIndexer] | Declined:
+    """The selection of single keys, or of pools; the reason that comes further if neither."""
+    masked = masked_below(core)
+    single = find_selection(core, masked)
+    if not isinstance(single, Declined):
+        return single
+    pools = find_pools(core, masked)
+    if not isinstance(pools, Declined):
+        return pools
+    return max(single, pools, key=lambda declined: declined.progress)
 
 
 def rewrite(found: Indexed, grafting: Grafting) -> None:
@@ -95,33 +110,47 @@ def rewrite(found: Indexed, grafting: Grafting) -> None:
         )  # fmt: skip
         grafting.notes.append(latent_attention.saving(latent))
     grafting.replace(plan.closer, as_result(attended, plan, grafting))
-    grafting.mask = f"{score}; the {indexer.count} best by index score"
+    grafting.mask = f"{score}; {_described(indexer)}"
 
 
-def _selected(indexer: Indexer, grafting: Grafting) -> fx.Node:
+def _described(indexer: Indexer | PoolIndexer) -> str:
+    if isinstance(indexer, PoolIndexer):
+        return f"the {indexer.count} best pools of {indexer.size} by index score, and the tokens after the last pool"
+    return f"the {indexer.count} best by index score"
+
+
+def _selected(indexer: Indexer | PoolIndexer, grafting: Grafting) -> fx.Node:
     """[T, k] int32: the selected positions. Layers whose masks come from one top-k share it."""
     known = indexer.topk.meta.get("selected")
     if known is not None:
         grafting.notes.append(f"selection shared: {known.meta['path']}")
         return known
-    key = indexer.key
-    selected = grafting.call(
-        torch.ops.regraft.index_topk.default,
-        as_rows(indexer.query, grafting),
-        _only_head(key, grafting),
-        _only_head(indexer.weights, grafting),
-        grafting.row_pool(unused_label("index", grafting), (key.width,), key.dtype),
-        *(grafting.sequence(name) for name in SEQUENCES),
-        indexer.count,
-        indexer.scale,
-        indexer.relu,
-        indexer.relation.window,
-        indexer.relation.chunk,
-        shape=(TOKENS, indexer.count),
-        dtype=torch.int32,
-    )
+    scoring = indexer.scoring
+    rows = (as_rows(scoring.query, grafting), *_index_rows(indexer, grafting))
+    sequences = tuple(grafting.sequence(name) for name in SEQUENCES)
+    how: tuple[object, ...] = (indexer.count, scoring.scale, scoring.relu)
+    if isinstance(indexer, PoolIndexer):
+        shape = (TOKENS, indexer.count * indexer.size + indexer.size - 1)
+        operator = torch.ops.regraft.index_pool_topk.default
+    else:
+        shape = (TOKENS, indexer.count)
+        operator = torch.ops.regraft.index_topk.default
+        how = (*how, indexer.relation.window, indexer.relation.chunk)
+    selected = grafting.call(operator, *rows, *sequences, *how, shape=shape, dtype=torch.int32)
     indexer.topk.meta["selected"] = selected
     return selected
+
+
+def _index_rows(indexer: Indexer | PoolIndexer, grafting: Grafting) -> tuple[fx.Node, ...]:
+    """The operator's arguments from the keys on, up to their cache."""
+    rows, width, dtype = _only_head(indexer.key, grafting), indexer.key.width, indexer.key.dtype
+    others = [_only_head(indexer.scoring.weights, grafting)]
+    if isinstance(indexer, PoolIndexer):
+        gate, width = _only_head(indexer.gate, grafting), 2 * width
+        others.append(indexer.bias)
+        rows = grafting.call(aten.cat.default, [rows, gate], 1, shape=(TOKENS, width), dtype=dtype)
+    pool = grafting.row_pool(unused_label("index", grafting), (width,), dtype)
+    return (rows, *others, pool)
 
 
 def _only_head(rows: Rows, grafting: Grafting) -> fx.Node:

@@ -19,28 +19,23 @@ from regraft.rewriter.elements import Elements
 from regraft.rewriter.formulas import Cell, cases, in_one_request, number
 from regraft.rewriter.graph import is_aten
 from regraft.rewriter.indexing import Element, argument, arguments, size_value, sizes_of, trace
-from regraft.rewriter.integers import ZERO, Expr, Index
+from regraft.rewriter.integers import Expr, Index
 from regraft.rewriter.masks import Relation, is_possible, shorten
 from regraft.rewriter.pattern import Declined
-from regraft.rewriter.products import Product, multiplied
 from regraft.rewriter.scores import MASKED, Axes, is_masked, read_score
+
+from .indexed_scores import Scoring, node_named, product_of, read_weighed
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """What selects the keys: the top-k, and the index queries, keys and head weights that its scores are made of.
-
-    A score is `scale * sum_i weights[i] * f(query[i] . key)`, f the identity or relu, for keys where `relation` holds.
-    """
+    """What selects the keys: the top-k of scores, which are of the keys where `relation` holds."""
 
     topk: fx.Node
     count: int
     relation: Relation
-    query: Rows
+    scoring: Scoring
     key: Rows
-    weights: Rows
-    scale: float
-    relu: bool
 
 
 def find_selection(core: Core, masked: float = MASKED) -> tuple[Core, Indexer] | Declined:
@@ -70,11 +65,6 @@ def find_selection(core: Core, masked: float = MASKED) -> tuple[Core, Indexer] |
     return replace(core, score=chosen), indexer
 
 
-def node_named(cell: Expr, graph: fx.Graph) -> fx.Node:
-    """The node that a cell is an element of."""
-    return next(node for node in graph.nodes if node.name == cell.args[0].name)
-
-
 def _two_values(scatter: fx.Node, cell: Expr) -> tuple[Expr, Expr] | Declined:
     """The tensor's value where something was scattered to, and elsewhere: constants that differ."""
     base, _, _, value = arguments(scatter)[:4]
@@ -95,21 +85,21 @@ def _read_topk(scatter: fx.Node, cell: Expr, axes: Axes, masked: float) -> Index
         return Declined("the selection is not one of keys for each query", scatter, 0.4)
     rank = Index("j", sizes_of(arguments(scatter)[2])[dim])
     place[dim] = rank
-    node, where = _through_casts(arguments(scatter)[2], tuple(place))
+    node, where = through_casts(arguments(scatter)[2], tuple(place))
     topk = arguments(node)[0] if len(arguments(node)) == 2 else None
     if not (isinstance(topk, fx.Node) and is_aten(topk, "topk") and arguments(node)[1] == 1):
         return Declined("the selected keys are not the indices of a top-k", node, 0.4)
     dim = argument(topk, 2, "dim", -1) % len(where)
     if where[dim] != rank or argument(topk, 3, "largest", True) is not True:
         return Declined("the top-k is not of the largest scores of a query", topk, 0.4)
-    count = _count(topk)
+    count = count_of(topk)
     if count is None:
         return Declined("the number of selected keys is no constant", topk, 0.4)
     scores: Element = (arguments(topk)[0], (*where[:dim], axes.k, *where[dim + 1 :]))
     return _read_scores(topk, count, scores, axes, masked)
 
 
-def _through_casts(node: fx.Node, place: tuple[Expr, ...]) -> Element:
+def through_casts(node: fx.Node, place: tuple[Expr, ...]) -> Element:
     """Where an index comes from; casts between integers that hold any position keep it."""
     while True:
         node, place = trace(node, place)[-1]
@@ -122,7 +112,7 @@ def _through_casts(node: fx.Node, place: tuple[Expr, ...]) -> Element:
         node = source
 
 
-def _count(topk: fx.Node) -> int | None:
+def count_of(topk: fx.Node) -> int | None:
     """k, where the top-k takes k or as many as there are."""
     size = size_value(arguments(topk)[1])
     if isinstance(size, sympy.Min):
@@ -134,84 +124,22 @@ def _count(topk: fx.Node) -> int | None:
 def _read_scores(
     topk: fx.Node, count: int, scores: Element, axes: Axes, masked: float
 ) -> Indexer | Declined:
-    graph = topk.graph
-    one_head = Axes(Index("h", 1), axes.q, axes.k)
-
-    def product_of(cell: Expr, name: str) -> Product | None:
-        return multiplied(node_named(cell, graph), cell.args[1:], name)
-
-    value = Elements(graph).at(*scores)
+    elements, one_head = Elements(topk.graph), Axes(Index("h", 1), axes.q, axes.k)
+    value = elements.at(*scores)
     score = read_score(
-        value, None, one_head, lambda cell: product_of(cell, "i") is not None, masked
+        value, None, one_head, lambda cell: product_of(cell, topk.graph, "i") is not None, masked
     )
     if isinstance(score, Declined):
         return Declined(f"index scores: {score.reason}", score.node or topk, 0.6)
-    if (
-        score.softcap
-        or score.slope is not None
-        or score.by_distance is not None
-        or score.scale <= 0
-    ):
+    if score.softcap or score.slope is not None or score.by_distance is not None:
         return Declined(f"index scores are no scaled sum of products: {score}", topk, 0.6)
-    outer = product_of(score.product, "i")
-    assert outer is not None
-    left, right, head = outer
-    if _names(left, axes.k):
-        left, right = right, left
-    if _names(left, axes.k) or not _names(right, axes.k):
-        return Declined("index scores are no sum over heads that weigh products", topk, 0.6)
-    inner = _read_activation(number(Elements(graph).at(*right)))
-    if isinstance(inner, Declined):
-        return Declined(inner.reason, topk, 0.6)
-    relu, scale, cell = inner
-    products = product_of(cell, "e")
-    if products is None:
-        return Declined(f"index scores weigh no products: {shorten(cell)}", topk, 0.6)
-    rows = _rows(products, left, head, one_head)
-    if isinstance(rows, Declined):
-        return rows
-    return Indexer(topk, count, score.relation, *rows, score.scale * scale, relu)
-
-
-def _names(element: Element, index: Index) -> bool:
-    return any(index in at.free_symbols for at in element[1])
-
-
-def _read_activation(formula: Expr) -> tuple[bool, float, Cell] | Declined:
-    """(whether it is relu, scale, cell) of `scale * cell` or `scale * relu(cell)`, scale > 0 within relu."""
-    cells = formula.atoms(Cell)
-    factor, relu = formula, False
-    maxima = [f for f in sympy.Mul.make_args(formula) if isinstance(f, sympy.Max)]
-    if len(maxima) == 1 and ZERO in maxima[0].args and len(maxima[0].args) == 2:
-        (inside,) = (arg for arg in maxima[0].args if arg != ZERO)
-        factor, relu = sympy.expand(formula / maxima[0]) * inside, True
-    if len(cells) == 1:
-        (cell,) = cells
-        scale = factor.coeff(cell)
-        inner = inside.coeff(cell) if relu else sympy.Integer(1)
-        if scale.is_number and sympy.expand(factor - scale * cell) == 0 and inner > 0:
-            return relu, float(scale), cell
-    return Declined(f"index scores are no known function of a product: {shorten(formula)}")
-
-
-def _rows(
-    products: Product, weights: Element, head: Index, axes: Axes
-) -> tuple[Rows, Rows, Rows] | Declined:
-    """Index queries [T, I, E], keys [T, E] and weights [T, I]."""
-    query, key, feature = products
-    if not _names(query, axes.q):
-        query, key = key, query
-    heads = int(head.size)
-    queries = [
-        r for r in find_rows(query, axes.q, feature, head) if r.heads == heads and r.head == head
-    ]
-    keys = [r for r in find_rows(key, axes.k, feature, head) if r.heads == 1]
-    weighing = [r for r in find_rows(weights, axes.q, head, axes.h) if r.heads == 1]
-    for name, element, found in (
-        ("queries", query, queries), ("keys", key, keys), ("weights", weights, weighing),
-    ):  # fmt: skip
-        if not found:
-            return Declined(f"index {name} are not laid out as rows", element[0], 0.7)
-    if queries[-1].dtype != keys[-1].dtype:
+    weighed = read_weighed(score.scale * score.product, elements, one_head, axes.k, topk)
+    if isinstance(weighed, Declined):
+        return weighed
+    scoring, key, feature = weighed
+    keys = [r for r in find_rows(key, axes.k, feature, scoring.head) if r.heads == 1]
+    if not keys:
+        return Declined("index keys are not laid out as rows", key[0], 0.7)
+    if keys[-1].dtype != scoring.query.dtype:
         return Declined("index queries and keys differ in dtype", keys[-1].node, 0.7)
-    return queries[-1], keys[-1], weighing[-1]
+    return Indexer(topk, count, score.relation, scoring, keys[-1])

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from .graph import TOKENS, Size, is_aten
+from .graph import Size, is_aten
 from .integers import (
     ONE,
     ZERO,
@@ -35,7 +35,7 @@ Branch = tuple[Condition, fx.Node, Coordinates]
 """Under this condition, the element is that one."""
 
 _LARGE = 1_000_003
-"""Stands for TOKENS where two sizes are ordered; larger than any other size, and prime."""
+"""Stands for TOKENS, and for a size known at run time only, where sizes are ordered: larger than others, and prime."""
 
 
 def sizes_of(node: fx.Node) -> tuple[Expr, ...]:
@@ -196,7 +196,7 @@ def dimension_groups(sizes: tuple[Expr, ...], target: tuple[Expr, ...]) -> list[
 
 
 def _magnitude(size: Expr) -> int:
-    return int(size.xreplace({TOKENS: sympy.Integer(_LARGE)}))
+    return int(size.xreplace(dict.fromkeys(size.free_symbols, sympy.Integer(_LARGE))))
 
 
 def _expand(node: fx.Node, coordinates: Coordinates) -> Element:

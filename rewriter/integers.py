@@ -199,6 +199,8 @@ def _extremum_bounds(e: Expr) -> tuple[Bound, Bound]:
     if None not in all_sided:
         above_all = (b for b in all_sided if all(is_nonnegative(sign * (b - o)) for o in all_sided))
         outer = next(above_all, None)
+        if outer is None and not largest and all(map(is_nonnegative, all_sided)):
+            outer = ZERO  # none is the least for certain, but none is below zero
     return (either, outer) if largest else (outer, either)
 
 

@@ -42,6 +42,41 @@ def index_topk_naive(
     return selected
 
 
+def index_pool_topk_naive(
+    q: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    topk: int,
+    scale: float,
+    relu: bool = True,
+) -> Tensor:
+    """`index_pool_topk` by its definition; see there."""
+    cache.view(-1, cache.shape[2])[slot_mapping] = rows
+    size, width = bias.shape
+    shape = (q.shape[0], topk * size + size - 1)
+    selected = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    for token, pos, pages in tokens(cu_seqlens, context_lens, block_table):
+        scored = []
+        for pool in range((pos + 1) // size):
+            at = torch.arange(pool * size, pool * size + size)
+            held = cache[pages[at // cache.shape[1]], at % cache.shape[1]].to(WIDE)
+            key = ((held[:, width:] + bias.to(WIDE)).softmax(0) * held[:, :width]).sum(0)
+            products = q[token].to(WIDE) @ key
+            products = products.clamp(min=0) if relu else products
+            scored.append((-scale * float(weights[token].to(WIDE) @ products), pool))
+        for i, pool in enumerate(sorted(pool for _, pool in sorted(scored)[:topk])):
+            selected[token, i * size : i * size + size] = torch.arange(size) + pool * size
+        rest = torch.arange((pos + 1) // size * size, pos + 1)
+        selected[token, topk * size : topk * size + len(rest)] = rest
+    return selected
+
+
 def indexed_attention_naive(
     q: Tensor,
     k: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from regraft.kernels.latent_attention.schema import check as check_latent
 
 from .gather import Row, Scoring, indexed_attention_torch, indexed_latent_attention_torch
+from .pools import index_pool_topk_torch
 from .select import index_topk_torch
 
 _ROW = "Tensor cu_seqlens, Tensor context_lens, Tensor block_table, Tensor slot_mapping"
@@ -18,6 +19,11 @@ torch.library.define(
     "regraft::index_topk",
     f"(Tensor q, Tensor k, Tensor weights, Tensor(a!) cache, {_ROW}, int topk, float scale, bool relu=True, "
     "int window=0, int chunk=0) -> Tensor",
+)
+torch.library.define(
+    "regraft::index_pool_topk",
+    f"(Tensor q, Tensor rows, Tensor weights, Tensor bias, Tensor(a!) cache, {_ROW}, int topk, float scale, "
+    "bool relu=True) -> Tensor",
 )
 torch.library.define(
     "regraft::indexed_attention",
@@ -73,6 +79,45 @@ def index_topk(
     """
     return torch.ops.regraft.index_topk.default(
         q, k, weights, cache, cu_seqlens, context_lens, block_table, slot_mapping, topk, scale, relu, window, chunk,
+    )  # fmt: skip
+
+
+def index_pool_topk(
+    q: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    bias: Tensor,
+    cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    topk: int,
+    scale: float,
+    relu: bool = True,
+) -> Tensor:
+    """`index_topk` of pools: P neighbouring tokens, counted from the sequence's start, have one key together.
+
+    The key of a pool is, feature by feature, the mean of its tokens' keys weighed by softmax_r(gate[r] + bias[r]). A
+    token at position p selects the `topk` best of the pools that end at or before p, and the (p + 1) mod P tokens
+    after the last of them. A pool's key is computed anew in each step, from the rows of its tokens.
+
+    Args:
+        rows: [N, 2E] the new tokens' index keys and gates.
+        bias: [P, E], P >= 2.
+        cache: [num_pages, page_size, 2E], written.
+        topk: how many pools a token may select.
+        q, weights, scale, relu, cu_seqlens, context_lens, block_table, slot_mapping: as in `index_topk`.
+
+    Returns:
+        [N, topk * P + P - 1] int32: positions in the token's own sequence: the pools' ascending, then -1, then the rest
+        ascending, then -1.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    return torch.ops.regraft.index_pool_topk.default(
+        q, rows, weights, bias, cache, cu_seqlens, context_lens, block_table, slot_mapping, topk, scale, relu,
     )  # fmt: skip
 
 
@@ -163,6 +208,16 @@ def _check_topk(q: Tensor, k: Tensor, weights: Tensor, cache: Tensor, topk: int)
         raise ValueError(f"{topk=} selects nothing")
 
 
+def _check_pools(
+    q: Tensor, rows: Tensor, weights: Tensor, bias: Tensor, cache: Tensor, topk: int
+) -> None:
+    if bias.dim() != 2 or bias.shape[0] < 2 or rows.shape[1:] != (2 * bias.shape[1],):
+        raise ValueError(f"rows {[*rows.shape]} are no keys and gates for bias {[*bias.shape]}")
+    _check_topk(q, rows[:, : bias.shape[1]], weights, cache[..., : bias.shape[1]], topk)
+    if cache.shape[2:] != rows.shape[1:]:
+        raise ValueError(f"cache {[*cache.shape]} does not hold rows {[*rows.shape]}")
+
+
 def _check_selected(q: Tensor, selected: Tensor) -> None:
     if selected.dim() != 2 or selected.shape[0] != q.shape[0] or selected.dtype != torch.int32:
         raise ValueError(
@@ -187,6 +242,15 @@ def _fake_topk(*args: Any, **kwargs: Any) -> Tensor:
     return q.new_empty(q.shape[0], topk, dtype=torch.int32)
 
 
+@torch.library.register_fake("regraft::index_pool_topk")
+def _fake_pools(*args: Any, **kwargs: Any) -> Tensor:
+    q, rows, weights, bias, cache = args[:5]
+    topk: int = args[9]
+    _check_pools(q, rows, weights, bias, cache, topk)
+    size = bias.shape[0]
+    return q.new_empty(q.shape[0], topk * size + size - 1, dtype=torch.int32)
+
+
 @torch.library.register_fake("regraft::indexed_attention")
 def _fake_attention(*args: Any, **kwargs: Any) -> Tensor:
     q, _, v = args[:3]
@@ -208,6 +272,13 @@ def _run_topk(*args: Any, **kwargs: Any) -> Tensor:
     q, k, weights, cache = args[:4]
     _check_topk(q, k, weights, cache, args[8])
     return index_topk_torch(*args, **kwargs)
+
+
+@torch.library.impl("regraft::index_pool_topk", ("cpu", "cuda"))
+def _run_pools(*args: Any, **kwargs: Any) -> Tensor:
+    q, rows, weights, bias, cache = args[:5]
+    _check_pools(q, rows, weights, bias, cache, args[9])
+    return index_pool_topk_torch(*args, **kwargs)
 
 
 @torch.library.impl("regraft::indexed_attention", ("cpu", "cuda"))

@@ -61,12 +61,12 @@ def _by_sequence(
             selected[start:end, :total] = torch.where(at <= pos, at, -1)
             continue
         pages = block_table[seq, : -(-total // page_size)].long()
-        keys = _wide(cache[pages].reshape(-1, cache.shape[2])[:total])
+        keys = wide(cache[pages].reshape(-1, cache.shape[2])[:total])
         block = max(1, _ELEMENTS // (q.shape[1] * total))
         for first in range(start, end, block):
             rows = slice(first, min(first + block, end))
             pos = torch.arange(context + rows.start - start, context + rows.stop - start)
-            products = torch.matmul(_wide(q[rows]), keys.t())
+            products = torch.matmul(wide(q[rows]), keys.t())
             scores = weigh(products, weights[rows], scale, relu)
             selected[rows] = best(scores, attended(pos, at[None], *mask), topk)
 
@@ -83,13 +83,13 @@ def _by_token(
     for first in range(0, q.shape[0], block):
         rows = slice(first, min(first + block, q.shape[0]))
         pages = block_table[seq[rows]].long()
-        keys = _wide(cache[pages].flatten(1, 2))
-        products = torch.matmul(_wide(q[rows]), keys.transpose(1, 2))
+        keys = wide(cache[pages].flatten(1, 2))
+        products = torch.matmul(wide(q[rows]), keys.transpose(1, 2))
         scores = weigh(products, weights[rows], scale, relu)
         selected[rows] = best(scores, attended(pos[rows], at[None], *mask), topk)
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 

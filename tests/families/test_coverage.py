@@ -25,7 +25,6 @@ LOGITS = 1e-4
 UNSTEADY = {"xlstm": 2e-4}
 """Families whose own forward differs by more between a text and its beginning (xlstm: 1.5e-4, by its chunks)."""
 REPLAYED = {
-    "glm5_next": "pools of keys selected by an indexer",
     "longcat_flash": "a module's loop over experts, each of which is asked for its tokens",
     "inkling2": "scores made of two products of q and k",
 }

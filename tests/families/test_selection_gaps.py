@@ -1,6 +1,6 @@
 """Models that select keys by index scores: how near the last selected key is to the first left out.
 
-Two exact implementations round differently, so where these scores are nearer to each other than rounding they may select
+Two exact implementations round differently, so where these scores are nearer than rounding they may select
 different keys, and their logits then differ by any amount. The coverage test compares logits of these very texts, so
 none of them may be such a case.
 """

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from regraft.kernels.indexed_attention import (
     gather,
+    index_pool_topk,
     index_topk,
     indexed_attention,
     indexed_latent_attention,
     naive,
+    pools,
     select,
 )
 from regraft.kernels.paged_attention import paged_attention
@@ -150,6 +152,96 @@ def test_a_wrong_selection_is_noticed(change: dict[str, Any]) -> None:
         check_topk(arguments, **changes)
 
 
+# ---- pools
+
+
+def pool_arguments(case: Case, size: int, topk: int, relu: bool = True) -> dict[str, Any]:
+    """Six index heads of width 5, rows of keys and gates."""
+    whole = make(replace(case, kv_heads=1, width=10))
+    return {
+        "q": torch.randn(*whole["q"].shape[:2], 5).to(case.dtype),
+        "rows": whole["k"][:, 0],
+        "weights": torch.randn(whole["q"].shape[:2]),
+        "bias": torch.randn(size, 5),
+        "cache": whole["k_cache"][:, :, 0].contiguous(),
+        **{name: whole[name] for name in METADATA},
+        "topk": topk,
+        "scale": case.scale,
+        "relu": relu,
+    }
+
+
+def check_pools(arguments: dict[str, Any], **changes: Any) -> None:
+    theirs, mine = owned(arguments), owned(arguments) | changes
+    expected = naive.index_pool_topk_naive(**theirs)
+    actual = index_pool_topk(**mine)
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual, expected)
+    assert torch.equal(mine["cache"][1:].nan_to_num(7.0), theirs["cache"][1:].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("size", "topk"), [(2, 1), (4, 2), (3, 3), (4, 50)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_selects_the_pools_that_naive_selects(batch: str, size: int, topk: int) -> None:
+    torch.manual_seed(0)
+    for relu in (True, False):
+        check_pools(pool_arguments(BATCHES[batch], size, topk, relu))
+
+
+@pytest.mark.parametrize("limit", [1, 300])
+def test_pools_in_blocks(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_ELEMENTS", limit)
+    check_pools(pool_arguments(Case((70, 33, 1), (0, 9, 40), page_size=16), 4, 5))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_pools_without_a_look_at_metadata(batch: str) -> None:
+    """The form of other devices, here on the CPU."""
+    arguments = pool_arguments(BATCHES[batch], 3, 2)
+    expected = naive.index_pool_topk_naive(**owned(arguments))
+    cache = arguments["cache"].clone()
+    cache.view(-1, cache.shape[2])[arguments["slot_mapping"]] = arguments["rows"]
+    chosen = torch.full((len(expected), 2), -1, dtype=torch.int32)
+    seq, pos = select.places(*(arguments[n] for n in METADATA[:2]), len(expected))
+    pools._by_token(
+        chosen, arguments["q"], arguments["weights"], arguments["bias"], cache, arguments["block_table"][seq], pos,
+        arguments["scale"], True,
+    )  # fmt: skip
+    assert torch.equal(pools.tokens_of(chosen, pos, 3), expected)
+
+
+def test_the_tokens_after_the_last_pool() -> None:
+    """Positions 0 to 6 in pools of three, of which one is selected."""
+    arguments = pool_arguments(Case((7,), (0,)), 3, 1)
+    arguments["weights"] = torch.zeros_like(arguments["weights"])
+    none = [-1, -1, -1]
+    assert index_pool_topk(**arguments).tolist() == [
+        [*none, 0, -1], [*none, 0, 1], [0, 1, 2, -1, -1], [0, 1, 2, 3, -1], [0, 1, 2, 3, 4], [0, 1, 2, -1, -1],
+        [0, 1, 2, 6, -1],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"topk": 3},
+        {"relu": False},
+        {"scale": -0.4},
+        {"bias": "reversed"},
+        {"weights": "reversed"},
+        {"rows": "keys and gates exchanged"},
+    ],
+    ids=str,
+)
+def test_a_wrong_pool_is_noticed(change: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    arguments = pool_arguments(Case((5, 30), (7, 20)), 3, 2)
+    made = {"reversed": lambda x: x.flip(1), "keys and gates exchanged": lambda x: x.roll(5, 1)}
+    changes = {n: made[x](arguments[n]) if isinstance(x, str) else x for n, x in change.items()}
+    with pytest.raises(AssertionError):
+        check_pools(arguments, **changes)
+
+
 # ---- attention to selected rows
 
 
@@ -275,9 +367,24 @@ def test_index_arguments_that_do_not_fit(changes: dict[str, Any], message: str) 
         index_topk(**(index_arguments(Case((9,), (4,)), 2) | changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rows": torch.zeros(9, 8)}, "no keys and gates for bias"),
+        ({"bias": torch.zeros(1, 5)}, "no keys and gates for bias"),
+        ({"q": torch.zeros(9, 6, 4)}, "index keys .* do not fit"),
+        ({"topk": 0}, "selects nothing"),
+    ],
+)
+def test_pool_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        index_pool_topk(**(pool_arguments(Case((9,), (4,)), 3, 2) | changes))
+
+
 def test_operators_say_what_they_write() -> None:
     for operator, arguments in (
         (torch.ops.regraft.index_topk.default, index_arguments(Case((9,), (4,)), 2)),
+        (torch.ops.regraft.index_pool_topk.default, pool_arguments(Case((9,), (4,)), 3, 2)),
         (torch.ops.regraft.indexed_attention.default, attention_arguments(Case((9,), (4,)), 2)),
         (torch.ops.regraft.indexed_latent_attention.default, latent_arguments(Case((9,), (4,)), 2)),
     ):

@@ -185,6 +185,15 @@ def test_dimensions_that_a_reshape_keeps_apart() -> None:
     assert dimension_groups((TOKENS, four), (TOKENS, sixteen)) is None
 
 
+def test_dimensions_of_a_size_that_only_a_run_tells() -> None:
+    found = sympy.Symbol("u0", integer=True, nonnegative=True)
+    some = sympy.Min(4, found)
+    assert dimension_groups((TOKENS, 4 * some), (TOKENS, some, sympy.Integer(4))) == [
+        ([0], [0]),
+        ([1], [1, 2]),
+    ]
+
+
 def test_broadcasting_reads_the_only_element() -> None:
     q, k = Index("q", TOKENS), Index("k", TOKENS)
     assert broadcast((q, k), (TOKENS, sympy.Integer(1))) == (q, 0)

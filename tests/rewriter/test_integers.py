@@ -140,6 +140,13 @@ def test_extrema_that_ranges_decide() -> None:
     assert bounds(sympy.Min(11, sympy.Max(0, T - D))) == (0, 11)
 
 
+def test_a_minimum_is_not_below_zero_if_nothing_in_it_is() -> None:
+    """Whichever of the two is the least."""
+    unlimited = sympy.Symbol("p", integer=True, nonnegative=True)
+    assert is_nonnegative(sympy.Min(TOKENS - 1, 4 * unlimited + 2))
+    assert not is_nonnegative(sympy.Min(TOKENS - 1, 4 * unlimited - 1))
+
+
 def test_sizes_of_an_export_are_rewritten() -> None:
     from torch.utils._sympy.functions import FloorDiv, Max, Mod
 
