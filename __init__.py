@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from regraft.rewriter.errors import RewriteError
     from regraft.rewriter.report import RewriteReport
     from regraft.rewriter.validate import Validation, ValidationError
+    from regraft.runtime.asynchronous import AsyncEngine
     from regraft.runtime.config import EngineConfig
     from regraft.runtime.engine import Engine
     from regraft.runtime.errors import RequestError
@@ -31,6 +32,7 @@ _HOMES = {
     "RewriteReport": "rewriter.report",
     "Validation": "rewriter.validate",
     "ValidationError": "rewriter.validate",
+    "AsyncEngine": "runtime.asynchronous",
     "EngineConfig": "runtime.config",
     "RequestError": "runtime.errors",
     "Engine": "runtime.engine",
@@ -42,6 +44,7 @@ _HOMES = {
     "wrap": "face",
 }
 __all__ = [
+    "AsyncEngine",
     "Comparison",
     "Engine",
     "EngineConfig",

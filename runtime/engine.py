@@ -61,7 +61,9 @@ class Engine:
         self.max_cached = sys.maxsize if capacity.max_tokens is None else capacity.max_tokens
         """The longest request that the caches hold (tokens)."""
         notes = getattr(report, "notes", None)
-        self._loop = StepLoop(model, self.config, capacity, tokenizer, notes)
+        # Caches made in inference mode could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._loop = StepLoop(model, self.config, capacity, tokenizer, notes)
         self._factory = RequestFactory(
             model, self.config, self.max_cached, tokenizer, generation_config
         )

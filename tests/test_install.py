@@ -15,6 +15,7 @@ PROMPTS = [[5, 6, 7, 8], [9, 3], [4] * 11]
 
 def alone(model, prompt, count):
     """Greedy tokens of the model itself, without any cache."""
+    model.eval()
     tokens = torch.tensor([prompt])
     with torch.no_grad():
         for _ in range(count):
@@ -32,7 +33,6 @@ def train(model):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    model.eval()
     return loss.item()
 
 
@@ -44,6 +44,7 @@ def test_a_trainer_generates_between_its_steps():
         losses = []
         for _ in range(2):
             outputs = model.generate_batch(PROMPTS, generation_config=config, progress_bar=False)
+            assert model.training == bool(losses)  # as the trainer left it
             results = list(outputs.values())
             assert all(isinstance(result, GenerationOutput) for result in results)
             assert [r.generated_tokens for r in results] == [alone(model, p, 6) for p in PROMPTS]

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -470,6 +471,21 @@ def test_copies_have_their_own_methods():
             assert method.__self__ is other
             assert method.__func__ is ContinuousMixin.generate_batch
         assert model.generate_batch(PROMPTS[:1])
+
+
+def test_inference_mode_leaves_nothing_behind(installation, manager):
+    """Caches that were made within it are used outside, by the caller and by the thread."""
+    manager.stop()
+    config = ContinuousBatchingConfig(max_requests_per_batch=3)
+    for within in (True, False, True):
+        with torch.inference_mode(within):
+            results = installation.model.generate_batch(PROMPTS, None, config)
+            assert [r.generated_tokens for r in results.values()] == [greedy(p) for p in PROMPTS]
+    manager = installation.model.init_continuous_batching(None, config)
+    manager.start()
+    names = manager.add_requests(PROMPTS)
+    assert [manager.get_result(n).generated_tokens for n in names] == [greedy(p) for p in PROMPTS]
+    manager.stop()
 
 
 def test_a_model_is_installed_once_and_uninstalled_as_often_as_one_likes():

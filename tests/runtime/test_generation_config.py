@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from regraft.runtime.errors import RequestError
-from regraft.runtime.generation_config import _IRRELEVANT, _SERVED, _known_names, resolve
+from regraft.runtime.generation_config import _IRRELEVANT, _OWN, _SERVED, _known_names, resolve
 from regraft.runtime.sampling_params import WarpParams
 
 
@@ -158,10 +158,53 @@ def test_what_asks_for_nothing_is_no_error():
     one(output_scores=False, temperature=1.0, return_dict_in_generate=False)
 
 
-def test_every_known_field_is_served_irrelevant_or_refused():
+OTHER_THAN_DEFAULT = {
+    "max_new_tokens": 3,
+    "max_length": 17,
+    "min_length": 4,
+    "min_new_tokens": 2,
+    "max_time": 2.5,
+    "stop_strings": ["x"],
+    "do_sample": True,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "top_h": 0.4,
+    "typical_p": 0.9,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "repetition_penalty": 1.2,
+    "encoder_repetition_penalty": 1.2,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "bad_words_ids": [[3]],
+    "forced_bos_token_id": 3,
+    "forced_eos_token_id": 3,
+    "remove_invalid_values": True,
+    "exponential_decay_length_penalty": (3, 1.1),
+    "suppress_tokens": [3],
+    "begin_suppress_tokens": [3],
+    "sequence_bias": [[[3], 1.0]],
+    "num_return_sequences": 2,
+    "eos_token_id": 5,
+}
+"""A value for each field of transformers' that is served."""
+
+
+@pytest.mark.parametrize("name", sorted(_known_names() - set(_OWN)))
+def test_every_field_is_served_irrelevant_or_refused(name):
     """Also those of a later transformers: what this version has never heard of is refused."""
-    assert not (_SERVED | _IRRELEVANT) - _known_names()
-    assert not _SERVED & _IRRELEVANT
-    for name in _known_names() - _SERVED - _IRRELEVANT:
+    if name in _SERVED:
+        sampled = {"do_sample": True} if name in WarpParams._fields else {}
+        assert one(**{name: OTHER_THAN_DEFAULT[name]}, **sampled) != one(**sampled)
+    elif name in _IRRELEVANT:
+        assert one(**{name: 17}) == one()
+    else:
         with pytest.raises(RequestError, match=f"{name}=17 is not supported"):
             one(**{name: 17})
+
+
+def test_no_field_is_of_two_kinds():
+    assert not (_SERVED | _IRRELEVANT) - _known_names()
+    assert not _SERVED & _IRRELEVANT
