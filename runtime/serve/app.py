@@ -77,6 +77,10 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         return service.models()
 
+    @app.get("/v1/models/{name:path}", responses={k: _ERRORS[k] for k in (400, 401, 404)})
+    async def model(name: str) -> dict[str, Any]:
+        return service.model(name)
+
     @app.get("/health", responses={503: {"description": "It ends, or has failed"}})
     async def health() -> JSONResponse:
         status, word = service.health()

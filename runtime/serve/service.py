@@ -38,12 +38,16 @@ class Service:
         self.metrics = Metrics(self.served)
         self.started = int(time.time())
 
-    def models(self) -> dict[str, Any]:
-        """The one model, in a list."""
+    def model(self, name: str) -> dict[str, Any]:
+        """The one model, if that is its name."""
+        self._check_name(name)
         limit = self.engine.model.max_positions or self.engine.max_cached
         model = {"id": self.settings.model_name, "object": "model", "owned_by": "regraft"}
-        entry = {**model, "created": self.started, "max_model_len": limit}
-        return {"object": "list", "data": [entry]}
+        return {**model, "created": self.started, "max_model_len": limit}
+
+    def models(self) -> dict[str, Any]:
+        """The one model, in a list."""
+        return {"object": "list", "data": [self.model(self.settings.model_name)]}
 
     def health(self) -> tuple[int, str]:
         """Status and a word."""
@@ -53,7 +57,7 @@ class Service:
 
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Continues texts."""
-        self._check_model(body)
+        self._check_name(body.model)
         vocab_size, tokenizer = self.engine.model.vocab_size, self.engine.tokenizer
         prompts = [to_token_ids(p, tokenizer, vocab_size) for p in asking.prompts_of(body)]
         fields = asking.logprob_fields(body.logprobs, self.settings)
@@ -65,7 +69,7 @@ class Service:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answers in a chat."""
-        self._check_model(body)
+        self._check_name(body.model)
         prompt = asking.chat_prompt(body, self.engine.tokenizer)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs: true")
@@ -78,10 +82,10 @@ class Service:
         style = ChatStyle(self.settings.model_name, self.engine.tokenizer)
         return await self._answer(body, request, streams, style)
 
-    def _check_model(self, body: Sampling) -> None:
-        if body.model != self.settings.model_name:
+    def _check_name(self, name: str) -> None:
+        if name != self.settings.model_name:
             raise HTTPException(
-                404, f"there is no model {body.model!r}: {self.settings.model_name!r} is served"
+                404, f"there is no model {name!r}: {self.settings.model_name!r} is served"
             )
 
     def _begin(

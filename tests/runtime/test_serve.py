@@ -196,6 +196,9 @@ def test_models_health_and_metrics(served):
     engine, address, client = served
     (model,) = client.models.list().data
     assert model.id == "toy"
+    assert client.models.retrieve("toy") == model
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        client.models.retrieve("other")
     assert httpx.get(f"{address}/health").json() == {"status": "ok"}
     client.completions.create(model="toy", prompt="a", max_tokens=3)
     text = httpx.get(f"{address}/metrics").text
@@ -327,6 +330,22 @@ def test_a_full_queue_says_when_to_come_again():
         assert all(int(answer.headers["Retry-After"]) >= 1 for answer in full)
         assert full[0].json()["error"]["code"] == "queue_full"
         assert {a.json()["choices"][0]["text"] for a in good} == {expected("abc", 40).text}
+
+
+def test_a_call_may_take_so_long_and_no_longer():
+    engine = toy_engine()
+    slow(engine)
+    body = {"model": "toy", "prompt": "abc", "max_tokens": 400, "temperature": 0}
+    with running(engine, request_seconds=0.2) as (_, address):
+        url = f"{address}/v1/completions"
+        answer = httpx.post(url, json=body)
+        assert answer.status_code == 504
+        with httpx.stream("POST", url, json={**body, "stream": True}) as stream:
+            last = [line for line in stream.iter_lines() if line][-1]
+        assert "took too long" in last
+        assert httpx.post(url, json={**body, "max_tokens": 2}).status_code == 200
+        while engine.live_requests():
+            time.sleep(0.001)
 
 
 def test_the_end_lets_calls_finish():
