@@ -6,6 +6,7 @@ and there are checkpoints only at multiples of `grid` tokens from a request's ow
 
 What a row depends on beside the tokens before it is part of its name: the version of the weights, the number of
 `switch_lengths` that the request has passed (its rotary embedding differs beyond each of them), and its `cache_salt`.
+The model is not: a cache is one engine's, and so one model's.
 """
 
 from __future__ import annotations

@@ -100,6 +100,14 @@ def test_of_many_that_arrive_together_one_computes_what_they_share(kind):
     assert_idle(engine)
 
 
+def test_several_answers_to_one_prompt_share_it():
+    engine = make()
+    outputs = engine.generate([STORY[:41]], max_new_tokens=2, num_return_sequences=4)
+    expected = engine.model.continue_greedily(STORY[:41], 2)
+    assert [output.token_ids for output in outputs] == [expected] * 4
+    assert engine.stats.prefix_hit_tokens == 3 * 40
+
+
 def test_two_tenants_share_nothing():
     engine = make()
     for salt in ("a", "b", None):
