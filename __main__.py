@@ -1,4 +1,4 @@
-"""The command line: `regraft inspect | diff | generate | serve ...`."""
+"""The command line: `regraft inspect | diff | check | generate | bench | serve ...`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,26 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompts", nargs="+", metavar="PROMPT")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.set_defaults(run=_generate)
+    _add_bench(commands)
     _add_serve(commands)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="tokens per second, beside every installed peer")
+    bench.add_argument("model", help="a hub id or a folder")
+    bench.add_argument("--requests", type=int, default=128, metavar="N")
+    bench.add_argument("--prompt", type=int, nargs=2, default=(128, 1024), metavar=("LOW", "HIGH"))
+    bench.add_argument("--new", type=int, default=256, help="output tokens per request")
+    bench.add_argument("--tokens", type=int, default=8192, help="most tokens of one step")
+    bench.add_argument("--repeats", type=int, default=2, metavar="N")
+    bench.add_argument(
+        "--peers", nargs="*", metavar="PEER", help="of generate, static, batch, vllm (default all)"
+    )
+    bench.add_argument("--out", default="benchmark", help="where JSON and plot go, without suffix")
+    bench.add_argument("--dtype", default="auto", help="of the weights (default auto)")
+    bench.add_argument("--device", help="default: a GPU if there is one")
+    bench.set_defaults(run=_bench)
 
 
 def _add_serve(commands: Any) -> None:
@@ -130,6 +148,25 @@ def _generate(options: argparse.Namespace) -> int:
     with regraft.wrap(model, tokenizer=tokenizer) as engine:
         for output in engine.generate(options.prompts, max_new_tokens=options.max_new_tokens):
             print(output.text)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from regraft.runtime.bench import PEERS, Load, bench
+
+    peers = tuple(PEERS) if options.peers is None else options.peers
+    unknown = [peer for peer in peers if peer not in PEERS]
+    if unknown:
+        print(f"no peers {', '.join(unknown)}: there are {', '.join(PEERS)}", file=sys.stderr)
+        return 2
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
+    sizes = (options.requests, tuple(options.prompt), options.new, options.tokens, options.repeats)
+    model = model.eval().to(device)
+    bench(model, regraft.wrap, Load(*sizes), peers, name=options.model, out=options.out)
     return 0
 
 

@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _floor import Ceilings, Work, build_shape
+from _shapes import build_shape
 
 import regraft
+from regraft.runtime.bench.floor import Ceilings, Work
 
 SCHEDULES: dict[str, Any] = {"prefill": "prefill", "chunk 7": 7, "decode": "decode"}
 LENGTHS = (37, 5, 1, 24)
@@ -306,7 +307,7 @@ def _step_seconds(engine: Any, contexts: list[int], device: str) -> float:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     if device == "cuda" and runner._graphs is not None:
-        from _floor import median_seconds
+        from regraft.runtime.bench.floor import median_seconds
 
         pages = batch.arrays["block_table"].shape[1]
         return median_seconds(runner._graphs.recorded(len(contexts), pages).replay)

@@ -85,6 +85,37 @@ def test_benchmark_beside_peers(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"] > 0 or row["problem"] for row in rows)
 
 
+def test_bench_command(folder: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "regraft",
+        "bench",
+        folder,
+        "--requests",
+        "3",
+        "--prompt",
+        "8",
+        "20",
+    ]
+    more = [
+        "--new",
+        "4",
+        "--tokens",
+        "256",
+        "--repeats",
+        "1",
+        "--peers",
+        "batch",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = subprocess.run([*map(str, command), *map(str, more)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^Regraft is [\d.]+ times batch$", done.stdout, re.MULTILINE), done.stdout
+    assert json.loads((tmp_path / "out.json").read_text())["load"]["requests"] == 3
+
+
 def test_device_check_on_the_cpu(tmp_path: Path) -> None:
     options = ["--requests", "3", "--new", "4", "--batches", "2,1", "--workers", "1"]
     printed = run(
@@ -102,7 +133,9 @@ def test_prefix_chats(folder: Path) -> None:
     printed = run("prefix_chats.py", folder, *sizes)
     saved = [float(share) for share in re.findall(r"tokens fall by ([\d.]+)%", printed)]
     assert len(saved) == 2
-    assert min(saved) > 30  # of four chats; where texts part the hybrid knows from the second one on
+    assert (
+        min(saved) > 30
+    )  # of four chats; where texts part the hybrid knows from the second one on
     assert printed.count("2 of 2 first tokens are the same") == 2
 
 

@@ -1,4 +1,4 @@
-"""What a card could do at best: time floors from its measured ceilings, and the shapes that are measured against them.
+"""What a device could do at best: time floors from its measured ceilings.
 
 A decode step reads every weight once, and the keys and values, or states, of every sequence. A prompt token costs two
 FLOPs a weight. Nothing can be faster than these bytes at the copy bandwidth and these FLOPs at the matmul rate.
@@ -8,95 +8,31 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        "config": "Qwen3Config",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-0.6b": {
-        "config": "Qwen3Config",
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-    },
-    "deepseek-v2-lite": {
-        "config": "DeepseekV2Config",
-        "hidden_size": 2048,
-        "intermediate_size": 10944,
-        "moe_intermediate_size": 1408,
-        "num_hidden_layers": 27,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-        "first_k_dense_replace": 1,
-        "kv_lora_rank": 512,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "topk_method": "greedy",
-        "vocab_size": 102400,
-        "max_position_embeddings": 32768,
-    },
-    "tiny": {
-        "config": "Qwen3Config",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 512,
-        "max_position_embeddings": 2048,
-    },
-}
-"""Sizes of published models, by name; the weights are random. "tiny" is for trying a script out."""
+COPIED = {"cuda": 1 << 30, "cpu": 1 << 26}
+"""Elements of the copy that measures the bandwidth, by device."""
 
-
-def build_shape(
-    name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
-) -> PreTrainedModel:
-    """A model of these sizes with random weights, made on the device."""
-    import transformers
-
-    sizes = dict(SHAPES[name])
-    config = getattr(transformers, sizes.pop("config"))(**sizes)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model.eval()
+WIDTH = {"cuda": 8192, "cpu": 1024}
+"""Of the matrices whose product measures the FLOPs."""
 
 
 def median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of a call on the GPU, by events, after two calls to warm up."""
+    """Median time of a call, on the GPU by events, after two calls to warm up."""
     for _ in range(2):
         run()
     times = []
+    if not torch.cuda.is_available():
+        for _ in range(repeats):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -109,27 +45,28 @@ def median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Measured on this card."""
+    """Measured on this device."""
 
     bytes_per_second: float
     flops_per_second: float
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Ceilings:
-        """A copy of 2 GB, counting bytes read and written, and a matrix product on random data."""
+        """A copy (2 GB on a GPU), counting bytes read and written, and a matrix product, on random data."""
         return cls(_copy_rate(device), _product_rate(device, dtype))
 
 
 def _copy_rate(device: torch.device) -> float:
-    source = torch.randn(1 << 30, dtype=torch.bfloat16, device=device)
+    source = torch.randn(COPIED[device.type], dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source))
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    left, right = (torch.randn(8192, 8192, dtype=dtype, device=device) for _ in range(2))
+    width = WIDTH[device.type]
+    left, right = (torch.randn(width, width, dtype=dtype, device=device) for _ in range(2))
     out = torch.empty_like(left)
-    return 2 * 8192**3 / median_seconds(lambda: torch.mm(left, right, out=out))
+    return 2 * width**3 / median_seconds(lambda: torch.mm(left, right, out=out))
 
 
 @dataclass(frozen=True)
@@ -147,7 +84,7 @@ class Work:
     """Per pair of a token and an earlier one."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, row_bytes: int, state_bytes: int) -> Work:
+    def of(cls, model: Any, row_bytes: int, state_bytes: int) -> Work:
         """`row_bytes` and `state_bytes` as the report of a rewrite has them."""
         table = model.get_input_embeddings().weight
         tied = model.get_output_embeddings().weight is table
