@@ -64,4 +64,8 @@ def is_in_place(node: fx.Node) -> bool:
 def memory_of(node: object) -> int | None:
     """A number for the memory that a node's value lies in, which its views share; None for what is no tensor."""
     value = example_of(node) if isinstance(node, fx.Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):  # within vmap
+        value = torch._C._functorch.get_unwrapped(value)
+    return value.untyped_storage()._cdata
