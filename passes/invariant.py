@@ -10,7 +10,7 @@ products rest on is measured on the model's own weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from operator import getitem as _getitem
 from typing import Any
 
@@ -25,6 +25,8 @@ from regraft.rewriter.graph import CapturedGraph, shape_of
 from regraft.rewriter.pattern import Declined
 from regraft.rewriter.token_axis.value import has_tokens
 
+WeightOf = Callable[[fx.Node], torch.Tensor]
+
 ALLOW = 'allow it by name, allow_variant=("{}",): then nothing is promised of what it computes'
 
 
@@ -35,21 +37,27 @@ def make_invariant(captured: CapturedGraph, allowed: Collection[str] = ()) -> in
     RewriteError on any other that is not known to be invariant, and where a product is not.
     """
     _refuse_devices(captured)
-    fixed = fixed_nodes(captured.graph)
-    count = sum(_replace(node, fixed, allowed) for node in list(captured.graph.nodes))
-    captured.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    captured.graph.lint()
-    captured.module.recompile()
-    prove(captured.graph, allowed)
-    measure(captured)
+    graph, module = captured.graph, captured.module
+    count = replace(graph, fixed_nodes(graph), allowed)
+    module.recompile()
+    prove(graph, fixed_nodes(graph), allowed)
+    measure(graph, lambda node: getattr(module, str(node.target)))
     return count
 
 
-def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that are computed from weights alone, the same in every step."""
+def replace(graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = ()) -> int:
+    """Put the invariant form in the place of every operation that has one; how many."""
+    count = sum(_replace(node, fixed, allowed) for node in list(graph.nodes))
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    graph.lint()
+    return count
+
+
+def fixed_nodes(graph: fx.Graph, weights: Collection[str] = ()) -> set[fx.Node]:
+    """Nodes that are computed from weights alone, the same in every step. `weights`: inputs that are weights."""
     fixed: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" or (node.op == "placeholder" and node.target in weights):
             fixed.add(node)
         elif node.op == "call_function" and not _has_tokens(node):
             if all(operand in fixed for operand in node.all_input_nodes):
@@ -91,13 +99,12 @@ def _insert(node: fx.Node, form: Form) -> fx.Node:
     return new
 
 
-def prove(graph: fx.Graph, allowed: Collection[str] = ()) -> None:
+def prove(graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = ()) -> None:
     """Raises RewriteError at the first operation that is not known to be invariant and not allowed by name."""
-    fixed = fixed_nodes(graph)
     for node in graph.nodes:
         if node in fixed or node.op in ("placeholder", "get_attr", "output"):
             continue
-        reason = "a replayed region" if node.op == "call_module" else doubt(node)
+        reason = "a replayed region" if _name(node) == "replay" else doubt(node)
         if reason and not is_allowed(node, allowed):
             raise _error(node, reason)
 
@@ -110,7 +117,8 @@ def is_allowed(node: fx.Node, allowed: Collection[str]) -> bool:
 
 
 def _name(node: fx.Node) -> str:
-    return "replay" if node.op == "call_module" else str(node.target)
+    is_replay = node.op == "call_module" or str(node.target) == "regraft.varlen_replay.default"
+    return "replay" if is_replay else str(node.target)
 
 
 def _error(node: fx.Node, reason: str) -> RewriteError:
@@ -133,13 +141,13 @@ def _refuse_devices(captured: CapturedGraph) -> None:
             )
 
 
-def measure(captured: CapturedGraph) -> None:
+def measure(graph: fx.Graph, weight_of: WeightOf) -> None:
     """Raises RewriteError if a row's bits depend on its place in a tile, for the shape of any product in the graph."""
     known: set[object] = set()
-    for node in captured.graph.nodes:
+    for node in graph.nodes:
         if not _is_call(node) or node.target.namespace != "regraft":
             continue
-        for matrix in _matrices(node, captured.module):
+        for matrix in _matrices(node, weight_of):
             key = (matrix.shape, matrix.stride(), matrix.dtype)
             if key not in known and not steady_product(matrix):
                 raise _unsteady(node, f"[{', '.join(map(str, matrix.shape))}] {matrix.dtype}")
@@ -154,19 +162,19 @@ def _unsteady(node: fx.Node, what: str) -> RewriteError:
     return _error(node, f"a product {what} rounds a row by its place in a tile on this machine")
 
 
-def _matrices(node: fx.Node, module: fx.GraphModule) -> list[torch.Tensor]:
+def _matrices(node: fx.Node, weight_of: WeightOf) -> list[torch.Tensor]:
     """The matrices [N, K] that a node multiplies rows with, one of each shape."""
     name, args = node.target._opname, node.args
     if name == "invariant_linear":
-        return [_value(args[1], module)]
+        return [_value(args[1], weight_of)]
     if name == "invariant_matmul" and args[2] != "none":
-        weight = _value(args[1], module).mT if args[2] == "right" else _value(args[0], module)
+        weight = _value(args[1], weight_of).mT if args[2] == "right" else _value(args[0], weight_of)
         return [weight.reshape(-1, *weight.shape[-2:])[0]]
     if name == "invariant_expert_linear":
-        matrix = _value(args[1], module)[0]
+        matrix = _value(args[1], weight_of)[0]
         return [matrix.t() if args[3] else matrix]
     if name == "invariant_latent_attention":
-        to_key, to_value = (_value(args[at], module) for at in (2, 3))
+        to_key, to_value = (_value(args[at], weight_of) for at in (2, 3))
         return [to_key.mT.reshape(-1, *to_key.mT.shape[-2:])[0], to_value[0]]
     return []
 
@@ -183,9 +191,9 @@ def _attended(node: fx.Node) -> tuple[int, int, int, int, torch.dtype] | None:
     return None
 
 
-def _value(node: Any, module: fx.GraphModule) -> torch.Tensor:
+def _value(node: Any, weight_of: WeightOf) -> torch.Tensor:
     """A tensor that is made of weights alone."""
-    if node.op == "get_attr":
-        return getattr(module, node.target)
-    args = fx.map_arg(node.args, lambda operand: _value(operand, module))
-    return node.target(*args, **fx.map_arg(node.kwargs, lambda operand: _value(operand, module)))
+    if node.op in ("get_attr", "placeholder"):
+        return weight_of(node)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: _value(operand, weight_of))
+    return node.target(*args, **kwargs)

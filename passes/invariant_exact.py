@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from regraft.kernels.invariant import schema
+from regraft.kernels.invariant import schema, trained
 from regraft.rewriter.graph import is_aten
 
 POINTWISE = frozenset(
@@ -44,8 +44,9 @@ OPERATORS = frozenset(
     [f"invariant_{name}" for name in schema.GRAFTED]
     + """
     invariant_linear invariant_matmul invariant_sum invariant_softmax invariant_norm invariant_topk invariant_sort
-    invariant_pointwise causal_window spread stop_gradient
+    invariant_pointwise causal_window spread varlen_causal_window
     """.split()
+    + [str(operator).split(".")[1] for operator in trained.SEQUENCES.values()]
 )
 """Regraft's own."""
 

@@ -15,6 +15,9 @@ Options:
     fallback    "replay" (default): a mixing that no pass knows runs over each sequence as it is;
                 "refuse": a graph with such a mixing goes to the inner backend
     strict      False (default); True: a graph over token ids that cannot be grafted is an error
+    batch_invariant     False (default); True: a token's rows (logits) are the same bits in any batch, and those of an
+                engine with batch_invariant=True, but for latent attention, which runs expanded here and absorbed
+                there. `backend` is then "eager" (the default) or "aot_eager", and whatever cannot be so is an error
 
 `backend_reports()` says what became of each graph.
 """
@@ -52,6 +55,7 @@ class Options:
     backend: str = "inductor"
     fallback: str = "replay"
     strict: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> Options:
@@ -63,11 +67,18 @@ class Options:
             raise UnknownOption(
                 f"unknown option {', '.join(map(repr, unknown))}: regraft has {', '.join(known)}"
             )
+        if given.get("batch_invariant"):
+            given.setdefault("backend", "eager")
         made = cls(**given)
         if made.fallback not in ("replay", "refuse"):
             raise UnknownOption(f'fallback={made.fallback!r}: expected "replay" or "refuse"')
         if not isinstance(made.backend, str) or made.backend == "regraft":
             raise UnknownOption(f"backend={made.backend!r}: expected the name of another backend")
+        if made.batch_invariant and made.backend not in ("eager", "aot_eager"):
+            raise UnknownOption(
+                f"backend={made.backend!r} fuses operations, which changes how they round: "
+                'with batch_invariant give "eager" or "aot_eager"'
+            )
         return made
 
 
@@ -79,10 +90,10 @@ class UnknownOption(ShortenTraceback, ValueError):
 
 
 class Refused(ShortenTraceback, RewriteError):
-    """With `strict`: a graph over token ids that cannot be grafted."""
+    """With `strict` or `batch_invariant`: a graph that cannot be what was asked for."""
 
     def __init__(self, declined: Declined) -> None:
-        fix = "leave strict=True out to run it as it is"
+        fix = "leave strict=True or batch_invariant=True out to run it as it is"
         RewriteError.__init__(self, f"this graph cannot be grafted: {declined}", fix=fix)
         self.first_useful_frame = None
 
@@ -127,7 +138,7 @@ def regraft_backend(
     if not isinstance(grafted, Declined):
         record(grafted.report)
         return grafted.as_function()
-    if chosen.strict:
+    if chosen.strict or chosen.batch_invariant:
         raise Refused(grafted)
     if stage is None:
         return _leave_alone(module, example_inputs, grafted, chosen)
@@ -139,7 +150,12 @@ def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) ->
     if isinstance(inputs, Declined):
         return inputs
     passes = importlib.import_module("regraft.passes")  # late: passes are written on this package
-    return graft(module, inputs, examples, passes.PIPELINE, options.backend, options.fallback)
+    finish = None
+    if options.batch_invariant:
+        finish = importlib.import_module("regraft.passes.invariant_training").make_trainable
+    return graft(
+        module, inputs, examples, passes.PIPELINE, options.backend, options.fallback, finish
+    )
 
 
 def _read(module: fx.GraphModule, examples: Sequence[Any]) -> Inputs | Declined:
@@ -168,6 +184,8 @@ def _leave_alone(
     module: fx.GraphModule, examples: Sequence[Any], declined: Declined, options: Options
 ) -> Compiled:
     """Hand a graph to the inner backend."""
+    if options.batch_invariant:
+        raise Refused(declined)
     record(GraphReport(served=False, reason=str(declined), num_nodes=len(module.graph.nodes)))
     compiled: Compiled = lookup_backend(options.backend)(module, list(examples))
     return compiled

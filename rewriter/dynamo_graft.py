@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -21,7 +22,7 @@ from .leaf_calls import leaf_call_of
 from .pattern import Declined, Pass
 from .pipeline import GraphPass, Rewriting, rewrite
 from .sizes import Interval
-from .stateless import stateless
+from .stateless import Stateless, stateless
 from .token_axis import analyse
 
 
@@ -32,8 +33,13 @@ def graft(
     passes: Sequence[Pass | GraphPass],
     backend: str,
     fallback: str,
+    finish: Callable[[Stateless], None] | None = None,
 ) -> Grafted | Declined:
-    """Graft a graph of known inputs; declined if any part of it is not understood."""
+    """Graft a graph of known inputs; declined if any part of it is not understood.
+
+    `finish` rewrites the grafted graph once more, or raises RewriteError; with it, a batch that cannot be packed is an
+    error.
+    """
     fixed = _fixed(inputs)
     if fixed is not None:
         return fixed
@@ -53,10 +59,16 @@ def graft(
     try:
         served = [step for step in passes if _is_stateless(step)]
         state = rewrite(captured, served, fallback=fallback)
+        form = stateless(state, lowered.placeholder_of)
+        if isinstance(form, Declined):
+            return form
+        if finish is not None:
+            finish(form)
     except RewriteError as error:
         return Declined(str(error))
     holds = branches.meet(Interval(captured.min_tokens, captured.max_tokens))
-    return _assemble(module, inputs, found, lowered, state, holds, backend)
+    grafted = _assemble(module, inputs, found, lowered, state, form, holds, backend)
+    return replace(grafted, must_pack=finish is not None)
 
 
 def _fixed(inputs: Inputs) -> Declined | None:
@@ -101,12 +113,10 @@ def _assemble(
     found: Cut,
     lowered: Lowered,
     state: Rewriting,
+    form: Stateless,
     holds: Interval,
     backend: str,
-) -> Grafted | Declined:
-    form = stateless(state, lowered.placeholder_of)
-    if isinstance(form, Declined):
-        return form
+) -> Grafted:
     order = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     mask, positions = inputs.attention_mask, inputs.position_ids
     report = GraphReport(

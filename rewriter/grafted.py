@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from .backend_report import GraphReport
 from .dynamo_cut import Place
+from .errors import RewriteError
 from .packing import NotPackable, Packing, pack
 from .sizes import Interval
 
@@ -30,6 +31,7 @@ class Grafted:
     places       where each of its values has batch and tokens in the original
     rest         (*inputs, *those values) -> the outputs
     holds        for how many tokens the grafted graph is right
+    must_pack    a batch that cannot be packed is a RewriteError
     """
 
     original: fx.GraphModule
@@ -43,6 +45,7 @@ class Grafted:
     rest: fx.GraphModule
     holds: Interval
     report: GraphReport
+    must_pack: bool = False
 
     def as_function(self) -> Callable[..., Any]:
         """For Dynamo, in whose calls of other objects nothing else is ever compiled."""
@@ -63,6 +66,8 @@ class Grafted:
             packing = pack(ids, mask, positions)
             groups = list(_groups(packing, self.holds.high))
         except NotPackable as problem:
+            if self.must_pack:
+                raise RewriteError(f"this batch cannot be packed: {problem}") from problem
             self.report.fallbacks += 1
             self.report.last_fallback = str(problem)
             return self.original(*args)

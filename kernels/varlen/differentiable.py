@@ -17,19 +17,26 @@ from torch import Tensor
 Function = Callable[..., Tensor]
 
 
-def define(name: str, schema: str, function: Function, shape: Callable[..., Tensor]) -> Callable:
+def define(
+    name: str,
+    schema: str,
+    function: Function,
+    shape: Callable[..., Tensor],
+    differentiated: Function | None = None,
+) -> Callable:
     """Register `regraft::NAME` and `regraft::NAME_backward`; returns the forward.
 
     `schema` is the forward's, "(Tensor q, ...) -> Tensor". `function` computes it, functionally and
     in operations that autograd knows; `shape` is its fake: an empty tensor like the result. The
-    gradient of every floating-point argument is that of `function`.
+    gradient of every floating-point argument is that of `function`, or of `differentiated`, which
+    computes the same in other operations.
     """
     forward = torch.library.custom_op(f"regraft::{name}", function, mutates_args=(), schema=schema)
     forward.register_fake(shape)
     arguments = schema[1 : schema.rindex(")")]
     backward = torch.library.custom_op(
         f"regraft::{name}_backward",
-        _recomputed(function),
+        _recomputed(differentiated or function),
         mutates_args=(),
         schema=f"(Tensor grad, bool[] needed, {arguments}) -> Tensor[]",
     )
