@@ -22,6 +22,9 @@ from .sampling_params import SamplingParams
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
+_LEXER_FUEL = 50_000
+"""Work that a grammar may cost at its start, and at each token (expressions made; about a tenth of a second)."""
+
 
 class GrammarProcessor(LogitsProcessor):
     """Leaves one request the tokens with which its text still is of the grammar.
@@ -42,6 +45,8 @@ class GrammarProcessor(LogitsProcessor):
                 raise ValueError(f"token {token} leaves the grammar: {self._matcher.get_error()}")
         self._num_read = input_ids.shape[1]
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise ValueError(self._matcher.get_error())
         allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[-1]].astype(bool)
         mask = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mask[: len(allowed)] = torch.from_numpy(allowed)
@@ -72,7 +77,12 @@ def grammar_processor(
     except ValueError as error:
         raise RequestError(f"{field}={getattr(params, field)!r}: {error}") from error
     known = _known_tokenizer(guidance, tokenizer, vocab_size, params.eos_token_id)
-    matcher = guidance.LLMatcher(known, grammar, log_level=0)
+    limits = guidance.LLParserLimits(
+        initial_lexer_fuel=_LEXER_FUEL, step_lexer_fuel=_LEXER_FUEL, verbose_errors=False
+    )
+    matcher = guidance.LLMatcher(known, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first is the dearest: here, where nobody else waits for it
     if matcher.is_error():
         raise RequestError(f"{field}={getattr(params, field)!r}: {matcher.get_error()}")
     return GrammarProcessor(matcher, num_prompt)

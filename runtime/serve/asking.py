@@ -39,6 +39,10 @@ def chat_prompt(body: ChatBody, tokenizer: Any) -> list[int]:
         )
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the messages are no Unicode text: {error}") from error
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -243,7 +243,13 @@ def test_a_bad_chat_is_told_what_is_wrong(served):
             model="toy",
             messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         )
-    answer = httpx.post(f"{address}/v1/chat/completions", content=b"{nonsense")
+    half = b'{"type":"text","text":"\\ud800"}'
+    chat = b'{"model":"toy","messages":[{"role":"user","content":[' + half + b"]}]}"
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{address}/v1/chat/completions", content=chat, headers=headers)
+    assert answer.status_code == 400
+    assert "no Unicode text" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{address}/v1/chat/completions", content=b"{nonsense", headers=headers)
     assert answer.status_code == 400
     assert httpx.get(f"{address}/nowhere").json()["error"]["type"] == "invalid_request_error"
 

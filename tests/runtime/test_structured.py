@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 
 import pytest
 from transformers import GenerationConfig
@@ -97,6 +98,16 @@ def test_requests_preempted_half_way_go_on():
 def test_what_is_no_grammar_is_refused(fields, message):
     with pytest.raises(RequestError, match=message):
         engine_with_text().generate(["a"], **fields)
+
+
+def test_a_grammar_that_costs_too_much_ends_its_request_alone():
+    """A million states are not built: without a limit that takes tens of seconds, and all wait."""
+    engine, start = engine_with_text(), time.perf_counter()
+    bad, good = engine.generate(["a", "b"], regex=["(a{1000}){1000}", "b{3}"])
+    assert bad.finish_reason == "error"
+    assert "too many expressions" in bad.error
+    assert good.text == "bbb"
+    assert time.perf_counter() - start < 5
 
 
 def test_without_a_tokenizer_or_the_package_it_is_refused(monkeypatch):
