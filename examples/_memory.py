@@ -21,9 +21,7 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.num_bytes, self.shape, self.operation = 0, (), ""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {
             leaf.untyped_storage().data_ptr()
             for leaf in tree_leaves((args, kwargs))
