@@ -28,6 +28,7 @@ from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.scores import MASKED, Score, read_score
 
 from .row_formula import is_expressible, row_values
+from .token_sinks import TokenSinks, find_token_sinks, lower_scores, with_feature
 
 aten = torch.ops.aten
 
@@ -60,6 +61,7 @@ class Plan:
     sinks: HeadVector | None
     by_distance: Rows | None
     query_index: Index
+    token_sinks: TokenSinks | None = None
 
 
 def read_plan(core: Core) -> Plan | Declined:
@@ -79,7 +81,11 @@ def read_plan(core: Core) -> Plan | Declined:
     slopes = _head_vector(score.slope, axes.h, core.closer.graph)
     if isinstance(slopes, Declined):
         return _at(slopes, core)
-    sinks = _head_vector(score.sink, axes.h, core.closer.graph)
+    token_sinks = find_token_sinks(score.sink, score.softcap, axes, core.closer.graph)
+    if isinstance(token_sinks, Declined):
+        return _at(token_sinks, core)
+    of_head = score.sink if token_sinks is None else ZERO
+    sinks = _head_vector(of_head, axes.h, core.closer.graph)
     if isinstance(sinks, Declined):
         return _at(sinks, core)
     if slopes is not None and sinks is not None:
@@ -93,7 +99,9 @@ def read_plan(core: Core) -> Plan | Declined:
     by_distance = _distance_rows(score, core)
     if isinstance(by_distance, Declined):
         return _at(by_distance, core)
-    return Plan(core.closer, core.layout, score, *rows, slopes, sinks, by_distance, axes.q)
+    return Plan(
+        core.closer, core.layout, score, *rows, slopes, sinks, by_distance, axes.q, token_sinks
+    )
 
 
 def masked_below(core: Core) -> float:
@@ -201,12 +209,18 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
     """Rows of q, k and v into paged_attention, its rows back into the closer's layout."""
     score, relation = plan.score, plan.score.relation
     q, k, v = (as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value))
+    key = plan.key
+    if plan.token_sinks is not None:
+        values = as_rows(plan.token_sinks.rows, grafting)
+        q, k = lower_scores(plan.token_sinks, score.scale, values, q, k, grafting)
+        key = with_feature(key)
+        grafting.notes.append("a sink of each token is one more feature of queries and keys")
     attended = grafting.call(
         torch.ops.regraft.paged_attention.default,
         q,
         k,
         v,
-        row_pool("k", plan.key, grafting),
+        row_pool("k", key, grafting),
         row_pool("v", plan.value, grafting),
         *(
             grafting.sequence(n)
@@ -268,7 +282,15 @@ def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
 
 def row_pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
     """The cache of these rows; layers that read the same rows share one."""
-    key = (name, rows.token_dim, rows.heads_dim, rows.feature_dim, rows.heads, rows.stride)
+    key = (
+        name,
+        rows.token_dim,
+        rows.heads_dim,
+        rows.feature_dim,
+        rows.heads,
+        rows.width,
+        rows.stride,
+    )
     pools = rows.node.meta.setdefault("row_pools", {})
     if key in pools:
         return grafting.inputs[pools[key]]

@@ -73,6 +73,8 @@ def check(core: Core) -> Indexed | Declined:
         )  # fmt: skip
     if plan.slopes is not None or plan.by_distance is not None:
         return Declined("attention to selected keys with a bias by position", core.softmax, 0.8)
+    if plan.token_sinks is not None:
+        return Declined("attention to selected keys with a sink of each token", core.softmax, 0.8)
     latent = latent_attention.check(selected)
     return Indexed(indexer, plan, None if isinstance(latent, Declined) else latent)
 

@@ -76,6 +76,8 @@ def check(core: Core) -> Latent | Declined:
         return attention
     if attention.slopes is not None or attention.by_distance is not None:
         return Declined("latent attention with a bias by position", core.softmax, 0.3)
+    if attention.token_sinks is not None:
+        return Declined("latent attention with a sink of each token", core.softmax, 0.3)
     element, token, feature = _key(core, attention)
     pieces = split(element, feature)
     maps = [(piece, _linear(piece.element, token, piece.index, core.axes.h)) for piece in pieces]

@@ -148,7 +148,7 @@ def _product_core(closer: fx.Node) -> Core | Declined:
     if isinstance(softmax, Declined):
         return softmax
     score, beside, node = softmax
-    products = _products(closer.graph, score)
+    products = _products(closer.graph, score, axes)
     return Core(closer, layout, axes, score, beside, products, values, value_feature, node)
 
 
@@ -219,15 +219,21 @@ def _summed(
     return score, beside, node
 
 
-def _products(graph: fx.Graph, score: Value) -> dict[str, Product]:
-    """For each cell of the score that is a matrix product: the elements multiplied, and the index summed over."""
+def _products(graph: fx.Graph, score: Value, axes: Axes) -> dict[str, Product]:
+    """For each cell of the score that is a product of queries and keys: its elements, and the index summed over."""
     found = {}
     for cell in score.atoms(Cell):
         node = _node_of(graph, cell)
         product = multiplied(node, cell.args[1:], "d")
-        if product is not None:
+        if product is not None and {_sides(element, axes) for element in product[:2]} == {"q", "k"}:
             found[node.name] = product
     return found
+
+
+def _sides(element: Element, axes: Axes) -> str:
+    """Which of the tokens an element depends on."""
+    symbols = set().union(*(at.free_symbols for at in element[1]))
+    return "".join(side for side, at in (("q", axes.q), ("k", axes.k)) if at in symbols)
 
 
 def _node_of(graph: fx.Graph, cell: Expr) -> fx.Node:

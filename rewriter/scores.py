@@ -36,7 +36,7 @@ class Score:
 
     `product` is the cell of a matrix product of q and k. The bias is `slope * k`, or `by_distance`: an
     entry per query, head and distance q - k, 0 beyond the last distance. `sink` is the score
-    of one more column that has no value. `slope` and `sink` are formulas in the head index.
+    of one more column that has no value. `slope` is a formula in the head index, `sink` one in those of head and query.
     """
 
     relation: Relation
@@ -56,7 +56,8 @@ class Score:
         if self.softcap:
             parts.append(f"softcap {self.softcap:g}")
         if self.sink is not None:
-            parts.append("sink[h]")
+            of_query = any(isinstance(s, Index) and s.name == "q" for s in self.sink.free_symbols)
+            parts.append("sink[q, h]" if of_query else "sink[h]")
         return "; ".join(parts)
 
 
@@ -232,10 +233,10 @@ def _read_sink(
     if is_masked(value, masked):
         return None
     value = sympy.expand(value - same_for_all)
-    if value.free_symbols - _names(value) - {axes.h}:
+    if value.free_symbols - _names(value) - {axes.h, axes.q}:
         return Declined(
-            f"the column beside the keys depends on the token: {shorten(value)}",
-            fix="the column were one number per head",
+            f"the column beside the keys depends on the key: {shorten(value)}",
+            fix="the column were one number per head, or per token and head",
         )
     return value
 

@@ -26,7 +26,6 @@ UNSTEADY = {"xlstm": 2e-4}
 """Families whose own forward differs by more between a text and its beginning (xlstm: 1.5e-4, by its chunks)."""
 REPLAYED = {
     "longcat_flash": "a module's loop over experts, each of which is asked for its tokens",
-    "inkling2": "scores made of two products of q and k",
 }
 """Families of the grafted rows in which a layer is still replayed, and what no pass takes yet."""
 NEIGHBOURS = 1e-5

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regraft.kernels.paged_attention  # noqa: F401  (registers the operator)
-from regraft.passes import attention, positions
+from regraft.passes import attention, positions, token_sinks
 from regraft.rewriter.capture import capture
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import TOKENS, CapturedGraph, is_aten
@@ -417,6 +417,49 @@ def softmax_over_queries(
     return scores.softmax(-2) @ repeat_kv(v, 2)
 
 
+def own_sinks(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module) -> Tensor:
+    """A column beside the keys in which each token and head has a number of its own."""
+    scores = (q @ repeat_kv(k, 2).mT * 0.3).masked_fill(~causal(q.shape[2]), MIN)
+    sinks = F.linear(k.transpose(1, 2).flatten(2), extra.sinks) * 0.5
+    scores = torch.cat([scores, sinks.transpose(1, 2).unsqueeze(-1)], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v, 2)
+
+
+def own_sinks_capped(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module
+) -> Tensor:
+    scores = 2.0 * torch.tanh(q @ repeat_kv(k, 2).mT * 0.3 / 2.0)
+    sinks = F.linear(k.transpose(1, 2).flatten(2), extra.sinks).transpose(1, 2).unsqueeze(-1)
+    scores = torch.cat([scores.masked_fill(~causal(q.shape[2]), MIN), sinks], -1)
+    return scores.softmax(-1)[..., :-1] @ repeat_kv(v, 2)
+
+
+def sinks_toy(attend: Attend) -> ToyLM:
+    torch.manual_seed(3)
+    return ToyLM(attend, parameters={"sinks": torch.randn(4, 16)})
+
+
+def test_a_sink_of_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more feature of queries and keys; with another factor on it, the result is another."""
+    model = sinks_toy(own_sinks)
+    rewriting = grafted(model)
+    (served,) = rewriting.served
+    assert served.mask == "k <= q; sink[q, h]"
+    assert [spec.shape for spec in served.rows] == [(2, 9), (2, 8)]
+    check_served(model, rewriting)
+    right = token_sinks.lower_scores
+    monkeypatch.setattr(
+        attention, "lower_scores", lambda s, scale, *rest: right(s, scale * 1.1, *rest)
+    )
+    with pytest.raises(AssertionError, match="max abs error"):
+        check_served(model, grafted(model))
+
+
+def test_a_sink_of_each_token_beside_a_softcap() -> None:
+    outcome = declined(sinks_toy(own_sinks_capped))
+    assert outcome.reason == "a sink of each token beside scores with a softcap"
+
+
 def sink_of_the_token(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, extra: nn.Module
 ) -> Tensor:
@@ -505,7 +548,10 @@ NEAR_MISSES: dict[str, tuple[Attend, str]] = {
         "no attention: the weights are not divided by their own sum",
     ),
     "softmax over queries": (softmax_over_queries, "no attention: the softmax is not over keys"),
-    "a sink of the token": (sink_of_the_token, "the column beside the keys depends on the token"),
+    "a sink beside others in its row": (
+        sink_of_the_token,
+        "the sinks are not laid out as one number per token and head",
+    ),
     "one query for all heads": (one_query_broadcast, "query head h reads head 0 of q"),
     "heads in another order": (
         heads_in_another_order,
