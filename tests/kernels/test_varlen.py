@@ -166,6 +166,16 @@ def test_every_operator_has_a_case() -> None:
     assert {f"regraft::{make().name}" for make in cases().values()} == set(STATELESS)
 
 
+def test_a_twin_takes_everything_but_caches() -> None:
+    """An argument that a twin lacks would be dropped in silence."""
+    caches = {"k_cache", "v_cache", "conv_state", "state"}
+    caches |= {"context_lens", "block_table", "slot_mapping", "state_slots"}
+    for name, stateless in STATELESS.items():
+        operator = getattr(torch.ops.regraft, name.removeprefix("regraft::")).default
+        missing = {a.name for a in operator._schema.arguments} - set(stateless.names)
+        assert missing <= caches, name
+
+
 def test_sequences_do_not_see_each_other(case: Case) -> None:
     """A gradient from one sequence's rows reaches that sequence's rows only, and their own past."""
     rows = {n: x.requires_grad_() for n, x in floats(case).items() if x.shape[0] == N}
