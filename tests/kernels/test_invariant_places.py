@@ -157,6 +157,10 @@ ROWWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "rms_norm": lambda x: norm(x, 1, x[0] * 0 + 1.3, None, 1e-6, centered=False),
     "topk values": lambda x: ordered(x, min(4, x.shape[1]), 1, descending=True)[0],
     "topk places": lambda x: ordered(x, min(4, x.shape[1]), 1, descending=True)[1],
+    "cumsum": lambda x: x.cumsum(1),
+    "amax": lambda x: x.amax(1),
+    "argmax": lambda x: x.argmax(1),
+    "max": lambda x: x.max(1).values,
     "paired": lambda x: paired_product(x[:, None], x[:, :, None] * 0.5),
 }
 
