@@ -63,7 +63,9 @@ class CudaRecorder:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
+            # Of this thread alone: others make requests meanwhile, and may copy to the device.
+            mode = "thread_local"
+            with torch.cuda.graph(graph, pool=self._memory, capture_error_mode=mode):
                 result = call()
         except RuntimeError as error:
             torch.cuda.synchronize()

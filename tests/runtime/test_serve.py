@@ -306,10 +306,12 @@ def test_a_client_that_goes_away_frees_its_pages_within_a_step():
                 if not stream:
                     with pytest.raises(httpx.ReadTimeout):
                         client.post(url, json=body, timeout=0.1)
+            while engine.live_requests():  # the news of it takes its time on a busy machine
+                time.sleep(0.0005)
             steps = engine.model.num_steps
             while engine._loop.scheduler.running:
-                time.sleep(0.001)
-            assert engine.model.num_steps - steps <= 3  # the news of it takes a moment as well
+                time.sleep(0.0005)
+            assert engine.model.num_steps - steps <= 1
         assert_idle(engine)
 
 
