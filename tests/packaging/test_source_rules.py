@@ -16,6 +16,11 @@ FILES = sorted(
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 70
 BROAD = ("Exception", "BaseException")
+BOUNDARIES = {
+    "runtime/sampler.py": 1,  # a caller's own processor may raise anything: it ends that caller's request alone
+    "runtime/background.py": 1,  # the end of a thread: every waiter is told, and whoever comes later
+}
+"""Where everything is caught, how often, and why. Nothing is swallowed there: each is logged and told."""
 
 
 def name_in_tree(path: Path) -> str:
@@ -45,7 +50,7 @@ def test_nothing_depends_on_a_family_or_class_name(path: Path) -> None:
 
 @every_file
 def test_nothing_is_caught_that_is_not_named(path: Path) -> None:
-    assert broad_handlers(path.read_text()) == []
+    assert len(broad_handlers(path.read_text())) == BOUNDARIES.get(name_in_tree(path), 0)
 
 
 @pytest.mark.parametrize(
