@@ -17,9 +17,9 @@ from regraft.runtime.manager import Manager
 from tests.runtime.engines import assert_idle, make_engine, make_prompts
 
 
-@pytest.fixture
-def engine():
-    engine = make_engine()
+@pytest.fixture(params=[False, True], ids=["", "overlaps"])
+def engine(request):
+    engine = make_engine(overlaps=request.param)
     yield engine
     engine.background.fatal_error = None
     assert not engine.background.is_alive, "a manager was not stopped"

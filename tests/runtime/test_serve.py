@@ -160,6 +160,10 @@ def test_logprobs(served):
     answer = client.completions.create(prompt="hello", logprobs=3, echo=True, **asked)
     got = answer.choices[0].logprobs
     assert answer.choices[0].text == "hello" + out.text
+    (streamed,) = client.completions.create(
+        prompt="hello", logprobs=3, echo=True, stream=True, **asked
+    )
+    assert streamed.choices == answer.choices
     assert got.token_logprobs == [*out.prompt_logprobs, *out.logprobs]
     assert got.tokens[:5] == list("hello")
     best = [max(top.values()) for top in got.top_logprobs[5:]]
