@@ -40,6 +40,10 @@ MASKS: dict[str, tuple[str, ...]] = {
     "llama4": ("k <= q & floor(k/8) == floor(q/8)", CAUSAL),
     **dict.fromkeys(("bloom", "mpt", "falcon_alibi"), (ALIBI,)),
     "inkling": ("k <= q & q - k < 12; + bias[q, h, q - k]", "k <= q; + bias[q, h, q - k]"),
+    "inkling2": (
+        "k <= q & q - k < 12; + bias[q, h, q - k]; sink[q, h]",
+        "k <= q; + bias[q, h, q - k]; sink[q, h]",
+    ),
     "gpt_neo": (CAUSAL, WINDOW),
 }
 SELECTED: dict[str, tuple[str, ...]] = {
