@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -55,6 +55,7 @@ class Mailbox:
         self._lock = threading.RLock()  # a stream that is collected anywhere ends its request
         self._boxes: dict[str, Box] = {}
         self._arrived: deque[Box] = deque()  # one entry for each result, in order
+        self._compact_at = 64
         self._handlers: dict[str, _Handler] = {}
         self._num_live = 0
         self._when_idle: Callable[[], None] | None = None
@@ -151,6 +152,7 @@ class Mailbox:
             else:
                 box.results.append(result)
                 self._arrived.append(box)
+                self._compact()
             if result.is_finished():
                 self._num_live -= 1
                 if not self._num_live:
@@ -158,6 +160,19 @@ class Mailbox:
         if idle is not None:
             idle()
         self._background.wake()
+
+    def _compact(self) -> None:
+        """Drops entries of results that were taken by their request's id, before they are many."""
+        if len(self._arrived) <= self._compact_at:
+            return
+        kept: Counter[str] = Counter()
+        entries, self._arrived = self._arrived, deque()
+        for box in entries:
+            name = box.request.request_id
+            if kept[name] < len(box.results):
+                kept[name] += 1
+                self._arrived.append(box)
+        self._compact_at = 2 * len(self._arrived) + 64
 
     def _call(self, handler: _Handler, box: Box, result: GenerationOutput) -> None:
         if result.is_finished():

@@ -270,6 +270,16 @@ def test_a_bad_request_touches_nobody(engine, manager):
     assert manager.add_request([1], request_id=name) == name
 
 
+def test_results_taken_by_id_leave_nothing_behind(engine, manager):
+    other = manager.add_request([7], max_new_tokens=3)
+    for index in range(60):
+        name = manager.add_request([index], max_new_tokens=5, streaming=True)
+        assert len(list(manager.request_id_iter(name))) == 5
+    assert len(manager._results._arrived) <= 66
+    assert manager.get_result().request_id == other
+    assert manager._results._boxes == {}
+
+
 def test_random_traffic_from_many_threads(engine, manager):
     """Each thread gets what it asked for, whole, whatever is cancelled meanwhile."""
     prompts, wrong = make_prompts(60, seed=5, longest=25), []
