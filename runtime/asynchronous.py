@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from .errors import EngineClosedError, EngineFullError
+from .errors import EngineClosedError, EngineFullError, RequestError
 from .output import RequestOutput, StreamToken
 from .request import Request
 
@@ -207,7 +207,8 @@ class AsyncEngine:
         """Takes no more, waits for what is under way, `timeout` seconds at most, and cancels the rest."""
         self._is_open = False
         for entrant in self._entrants:
-            entrant.set_exception(_closed())
+            if not entrant.done():
+                entrant.set_exception(_closed())
         self._entrants.clear()
         try:
             async with asyncio.timeout(timeout):
@@ -242,7 +243,11 @@ class AsyncEngine:
         Waits while the queue is full.
         """
         await self._wait_for_room()
-        (stream,) = self.streams([prompt], generation_config, timeout=timeout, **fields)
+        (stream, *others) = self._open([prompt], generation_config, timeout, fields)
+        if others:
+            raise RequestError(
+                f"num_return_sequences={len(others) + 1} makes several requests: use streams"
+            )
         return stream
 
     async def generate(
@@ -270,6 +275,15 @@ class AsyncEngine:
         """A stream per prompt and sequence, at once: EngineFullError where the queue has no room."""
         self._check_open()
         self.check_room()
+        return self._open(prompts, generation_config, timeout, fields)
+
+    def _open(
+        self,
+        prompts: Sequence[Any],
+        generation_config: GenerationConfig | None,
+        timeout: float | None,
+        fields: dict[str, Any],
+    ) -> list[AsyncTokenStream]:
         requests = self.engine.make_requests(prompts, generation_config, fields)
         assert self._loop is not None, "not started"
         deadline = None if timeout is None else self._loop.time() + timeout

@@ -230,6 +230,41 @@ def test_a_full_queue_makes_submitters_wait_or_is_told():
     run(use, max_waiting=2)
 
 
+def test_those_who_wait_to_be_taken_in_are_told_of_the_end():
+    engine = make_engine()
+
+    async def main():
+        served = AsyncEngine(engine, max_waiting=1)
+        await served.start()
+        with engine.background.pause():
+            (held,) = served.streams([[1]], max_new_tokens=2)
+            tasks = [asyncio.create_task(served.generate([2])) for _ in range(3)]
+            await asyncio.sleep(0.01)
+            tasks[0].cancel()
+            await asyncio.sleep(0.01)
+            drained = asyncio.create_task(served.drain())
+            waited = asyncio.gather(*tasks, return_exceptions=True)
+            results = await asyncio.wait_for(waited, 30)
+        await asyncio.wait_for(drained, 30)
+        assert held.output.finish_reason == "length"
+        return results
+
+    first, *others = asyncio.run(main())
+    assert isinstance(first, asyncio.CancelledError)
+    assert all(isinstance(other, EngineClosedError) for other in others)
+    assert_idle(engine)
+
+
+def test_several_sequences_are_several_streams():
+    async def use(engine, served):
+        with pytest.raises(RequestError, match="num_return_sequences=2 makes several requests"):
+            await served.stream([1], num_return_sequences=2)
+        streams = served.streams([[1]], num_return_sequences=2, max_new_tokens=3)
+        assert [len((await stream.result()).token_ids) for stream in streams] == [3, 3]
+
+    run(use)
+
+
 def test_leaving_waits_for_what_is_under_way():
     engine = make_engine()
 
