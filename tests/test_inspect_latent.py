@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 from transformers.models.deepseek_v2 import DeepseekV2Config
-from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v32 import DeepseekV32Config
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
 from transformers.models.minicpm3 import MiniCPM3Config
@@ -55,21 +54,6 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "norm_topk_prob": False,
     "rope_parameters": YARN_V2,
 }
-KIMI_K2: dict[str, Any] = {
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "vocab_size": 163840,
-    "max_position_embeddings": 131072,
-    "routed_scaling_factor": 2.827,
-}
 MINICPM3_4B: dict[str, Any] = {
     "hidden_size": 2560,
     "intermediate_size": 6400,
@@ -107,12 +91,6 @@ def test_deepseek_v32() -> None:
     kinds, size = attention_of(DeepseekV32Config())
     assert kinds == ["indexed attention"] * 61
     assert size == 61 * (512 + 64 + 128) * 2 == 85_888
-
-
-def test_kimi_k2() -> None:
-    kinds, size = attention_of(DeepseekV3Config(**KIMI_K2))
-    assert kinds == ["latent attention"] * 61
-    assert size == 61 * (512 + 64) * 2 == 70_272
 
 
 def test_glm_4_7_flash() -> None:
