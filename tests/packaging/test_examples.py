@@ -144,3 +144,8 @@ def test_own_pass() -> None:
     assert "mixing | replayed" in printed
     assert "running sum | grafted" in printed
     assert printed.count("validation  passed") == 2
+
+
+def test_history() -> None:
+    printed = run("history.py", "--histories", "8", "40")
+    assert len(re.findall(r"behind 40: [\d.]+ times$", printed, re.MULTILINE)) == 4, printed
