@@ -22,7 +22,13 @@ from regraft.rewriter.graph import shape_of
 from regraft.rewriter.pipeline import Rewriting, rewrite
 from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
-from regraft.rewriter.validate import Validation, ValidationError, reference_logits, samples
+from regraft.rewriter.validate import (
+    Validation,
+    ValidationError,
+    check_positions,
+    reference_logits,
+    samples,
+)
 from regraft.runtime import install as installing
 from regraft.runtime.config import EngineConfig
 from regraft.runtime.engine import Engine
@@ -128,7 +134,9 @@ def _settle(model: nn.Module) -> None:
     """One forward pass over a short text: some models rewrite their weights in the first (RWKV rescales them)."""
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     longest = getattr(_text_config(model), "max_position_embeddings", None) or PREFIX_TOKENS
-    reference_logits(model, [samples(model, embedding.num_embeddings, longest, "quick", 0)[0]])
+    text = samples(model, embedding.num_embeddings, longest, "quick", 0)[0]
+    reference_logits(model, [text])
+    check_positions(model, text)
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:

@@ -12,9 +12,13 @@ from torch import nn
 
 from .capture import takes_positions, without_cache
 from .compare import Comparison, compare
+from .errors import RewriteError
 
 TOLERATED_KL = {torch.float32: 1e-5, torch.float64: 1e-8}
 """Largest mean KL (nats) between the same weights run two ways. In half precision, see Comparison.acceptable."""
+
+POSITIONS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Largest difference, as a part of the largest logit, between positions that are given and those a model counts."""
 
 LENGTHS = {
     "prefix": (64,),
@@ -126,3 +130,23 @@ def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.T
             output = model(input_ids=torch.tensor([list(text)], device=device), **extra)
             results.append(output.logits[0].float())
     return results
+
+
+def check_positions(model: Any, text: Sequence[int]) -> None:
+    """Raise RewriteError unless the model, left alone, counts a text's positions from 0 as a server of it does.
+
+    Some count from elsewhere, or only tokens that are no padding: a graph over given positions is not that model.
+    """
+    if not takes_positions(model):
+        return
+    (counted,) = reference_logits(model, [text])
+    with torch.no_grad():
+        ids = torch.tensor([list(text)], device=counted.device)
+        alone = model(input_ids=ids, **dict(without_cache(model))).logits[0]
+    tolerance = POSITIONS[alone.dtype] * float(alone.abs().max())
+    difference = float((counted - alone.float()).abs().max())
+    if difference > tolerance:
+        raise RewriteError(
+            f"the model's own positions are not 0, 1, 2, ...: with these its logits differ by {difference:.1e}",
+            fix="a model that derives positions from its tokens cannot be served by positions",
+        )

@@ -203,6 +203,14 @@ class Engine:
         """What the engine has done and what it holds now, as numbers."""
         return self._loop.scheduler.stats
 
+    def weights_changed(self) -> None:
+        """To be called after weights were written to through `.data` (or from outside of torch).
+
+        Every other change is seen without it: in-place operations, optimizers, replaced parameters, `load_state_dict`.
+        From the next step on nothing is used that was cached of the old weights.
+        """
+        self._loop.has_other_weights = True
+
     def validate(self, *arguments: Any, **options: Any) -> Any:
         """Compares with the original model again, as large as asked."""
         if self._validator is None:

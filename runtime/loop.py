@@ -58,6 +58,8 @@ class StepLoop:
         self._tokenizer = tokenizer
         self._choose = sampler.choose_each if config.batch_invariant else sampler.choose
         self._weights_version = model.weights_version()
+        self.has_other_weights = False
+        """Set from outside: the weights were written to in a way that no version counter sees."""
         self._overlaps = model.device.type == "cuda" if overlaps is None else overlaps
         self._pending: Pending | None = None
         self._arrived: deque[Request] = deque()
@@ -162,7 +164,8 @@ class StepLoop:
 
     def _renew_weights(self) -> None:
         version = self._model.weights_version()
-        if version != self._weights_version:
+        if version != self._weights_version or self.has_other_weights:
+            self.has_other_weights = False
             # Cached rows and states are the old weights': nothing of them may meet the new ones.
             self._read(self._take_pending())
             self.scheduler.renew_weights(version)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, RobertaConfig
 
 import regraft
 from regraft.rewriter import artifact
@@ -132,3 +133,18 @@ def test_inspect_needs_no_weights() -> None:
     assert {layer.served for layer in report.layers} == {"grafted"}
     assert report.validation is None
     assert report.bytes_per_token == served()[1].report.bytes_per_token
+
+
+def test_a_model_that_counts_its_positions_itself_is_refused() -> None:
+    """RoBERTa's begin behind its padding id, and leave padding out: given positions would be other ones."""
+    config = RobertaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, vocab_size=64,
+        max_position_embeddings=64, is_decoder=True, pad_token_id=1,
+    )  # fmt: skip
+    with pytest.raises(regraft.RewriteError, match="own positions are not 0, 1, 2"):
+        regraft.wrap(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_what_is_no_language_model_is_refused() -> None:
+    with pytest.raises(regraft.RewriteError, match="Linear is no language model of transformers"):
+        regraft.wrap(nn.Linear(2, 2))

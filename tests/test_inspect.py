@@ -179,3 +179,21 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "regraft::paged_attention" in report.explain("model.layers.1")
     with pytest.raises(KeyError, match="nothing mixes tokens at 'lm_head'"):
         report.explain("lm_head")
+
+
+def test_a_configuration_of_any_file_name(tmp_path: Path) -> None:
+    """The file that is named is read, whatever lies beside it; one that is none says so in a line."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}
+    LlamaConfig(**sizes, num_hidden_layers=1).save_pretrained(tmp_path)
+    named = tmp_path / "two_layers.json"
+    named.write_text(json.dumps(LlamaConfig(**sizes, num_hidden_layers=2).to_dict()))
+    assert len(regraft.inspect(named).layers) == 2
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match=r"broken\.json is no JSON"):
+        regraft.inspect(tmp_path / "broken.json")
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is no configuration of a model"):
+        regraft.inspect(tmp_path / "other.json")
+    (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "d_model": 32}))
+    with pytest.raises(regraft.RewriteError, match="T5Config is of an encoder-decoder model"):
+        regraft.inspect(tmp_path / "t5.json")

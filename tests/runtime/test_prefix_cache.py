@@ -137,6 +137,19 @@ def test_what_other_weights_computed_is_not_found():
     assert ask(engine, STORY) == (old, 0)
 
 
+def test_weights_whose_change_no_counter_shows(monkeypatch):
+    """Writes through `.data`: the engine has to be told."""
+    engine = make()
+    monkeypatch.setattr(type(engine.model), "weights_version", lambda self: 0)
+    ask(engine, STORY)
+    engine.model.weight = 5
+    engine.weights_changed()
+    new, hit = ask(engine, STORY)
+    assert hit == 0
+    assert new == engine.model.continue_greedily(STORY, 3)
+    assert ask(engine, STORY) == (new, 56)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kind", ["rows", "both", "states"])
 def test_weights_that_change_between_steps(kind, overlaps):

@@ -1,7 +1,7 @@
 """A long random load on one engine: no answer lost or crossed, and no memory that grows.
 
 Every answer is compared, token for token, with that of an engine without a prefix cache that serves nobody else. How
-long it takes is said in seconds by the environment variable REGRAFT_SOAK (default 10).
+many steps it takes is said by the environment variable REGRAFT_SOAK (default 3000).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import time
 import tracemalloc
 from dataclasses import dataclass
 
@@ -21,7 +20,7 @@ from regraft.runtime.scheduler import Scheduler
 from tests.runtime.engines import assert_idle, make_engine
 from tests.runtime.toy import ToyModel
 
-SECONDS = float(os.environ.get("REGRAFT_SOAK", "10"))
+STEPS = int(os.environ.get("REGRAFT_SOAK", "3000"))
 GROWTH = 128 * 1024
 """Bytes that Python may hold more at the end than at the middle."""
 
@@ -99,9 +98,8 @@ class Load:
             assert (output.finish_reason, told) == ("length", question.answer)
         self.num_answers += 1
 
-    def run(self, seconds):
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def run(self, steps):
+        for _ in range(steps):
             if len(self.open) < 40 and self.rng.random() < 0.25:
                 self.arrive()
             if self.rng.random() < 0.03:
@@ -120,20 +118,20 @@ def held() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def soak(kind, seconds, *, overlaps):
+def soak(kind, steps, *, overlaps):
     rng = random.Random(kind)
     model = ToyModel(**KINDS[kind])
     questions = make_questions(model, rng, 150)
     engine = make_engine(model, overlaps=overlaps, prefix_cache=True, cache_tokens=300)
     load = Load(engine, questions, rng)
-    load.run(seconds / 3)
+    load.run(steps // 3)
     load.drain()
     tracemalloc.start()
     try:
-        load.run(seconds / 3)
+        load.run(steps // 3)
         load.drain()
         middle = held()
-        load.run(seconds / 3)
+        load.run(steps // 3)
         load.drain()
         assert held() - middle < GROWTH
     finally:
@@ -142,14 +140,15 @@ def soak(kind, seconds, *, overlaps):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 4 * SECONDS)
+@pytest.mark.timeout(300 + STEPS / 10)
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_load(kind):
-    load = soak(kind, SECONDS, overlaps=kind != "rows")
-    assert load.num_answers > 10 * SECONDS
+    load = soak(kind, STEPS, overlaps=kind != "rows")
+    assert load.num_answers > STEPS / 20
     assert load.num_cancelled > 0
     stats = load.engine.stats
-    assert stats.prefix_hit_rate > 0.1
+    # Without rows only what a third request begins alike with is found: there is a state to keep by then.
+    assert stats.prefix_hit_rate > (0.05 if kind == "states" else 0.1)
     if kind != "states":
         assert stats.num_preemptions > 0
 
@@ -164,7 +163,7 @@ def test_a_crossed_answer_is_seen(monkeypatch):
 
     monkeypatch.setattr(Runner, "copy_states", mutant)
     with pytest.raises(AssertionError):
-        soak("states", 6, overlaps=False)
+        soak("states", 1500, overlaps=False)
 
 
 def test_memory_that_grows_is_seen(monkeypatch):
@@ -177,4 +176,4 @@ def test_memory_that_grows_is_seen(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "remove", mutant)
     with pytest.raises(AssertionError, match=str(GROWTH)):
-        soak("rows", 3, overlaps=False)
+        soak("rows", 900, overlaps=False)
