@@ -99,6 +99,18 @@ def _add_serve(commands: Any) -> None:
     serve.set_defaults(run=_serve)
 
 
+def _load(options: argparse.Namespace) -> Any:
+    """The model with its weights, as the options say: `dtype` ("auto" without one), `device` (the CPU without one)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(options, "dtype", "auto")
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+    if not hasattr(options, "device"):
+        return model
+    return model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def _inspect(options: argparse.Namespace) -> int:
     report = regraft.inspect(options.model)
     print(json.dumps(report.to_dict(), indent=2) if options.json else report)
@@ -127,11 +139,9 @@ def _report_of(source: str) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from transformers import AutoModelForCausalLM
-
     from regraft.rewriter.check import SIZES, check
 
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype).eval()
+    model = _load(options)
     sizes = options.sizes or SIZES
     settings = {"batch_invariant": options.batch_invariant, "max_requests": max(sizes) + 1}
     with regraft.wrap(model, validate="off", **settings) as engine:
@@ -141,20 +151,16 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
-    with regraft.wrap(model, tokenizer=tokenizer) as engine:
+    with regraft.wrap(_load(options), tokenizer=tokenizer) as engine:
         for output in engine.generate(options.prompts, max_new_tokens=options.max_new_tokens):
             print(output.text)
     return 0
 
 
 def _bench(options: argparse.Namespace) -> int:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from regraft.runtime.bench import PEERS, Load, bench
 
     peers = tuple(PEERS) if options.peers is None else options.peers
@@ -162,11 +168,8 @@ def _bench(options: argparse.Namespace) -> int:
     if unknown:
         print(f"no peers {', '.join(unknown)}: there are {', '.join(PEERS)}", file=sys.stderr)
         return 2
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
     sizes = (options.requests, tuple(options.prompt), options.new, options.tokens, options.repeats)
-    model = model.eval().to(device)
-    bench(model, regraft.wrap, Load(*sizes), peers, name=options.model, out=options.out)
+    bench(_load(options), regraft.wrap, Load(*sizes), peers, name=options.model, out=options.out)
     return 0
 
 
@@ -179,8 +182,7 @@ def _serve(options: argparse.Namespace) -> int:
     if missing:
         print(f"serve needs {', '.join(missing)}: pip install 'regraft[serve]'", file=sys.stderr)
         return 2
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from regraft.runtime.serve.server import serve
     from regraft.runtime.serve.settings import ServeSettings
@@ -203,10 +205,8 @@ def _serve(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=options.dtype)
-    with regraft.wrap(model.eval().to(device), tokenizer=tokenizer, config=config) as engine:
+    with regraft.wrap(_load(options), tokenizer=tokenizer, config=config) as engine:
         serve(engine, settings)
     return 0
 

@@ -135,8 +135,8 @@ def _settle(model: nn.Module) -> None:
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     longest = getattr(_text_config(model), "max_position_embeddings", None) or PREFIX_TOKENS
     text = samples(model, embedding.num_embeddings, longest, "quick", 0)[0]
-    reference_logits(model, [text])
-    check_positions(model, text)
+    (counted,) = reference_logits(model, [text])
+    check_positions(model, text, counted)
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from regraft.runtime.bench.peers import TokenIds, cut, generate_batch
+from regraft.runtime.bench.peers import TokenIds, cut, generate_batch, pad_left
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,14 @@ def one_by_one(model: PreTrainedModel, prompts: TokenIds, lengths: list[int]) ->
 
 def padded(model: PreTrainedModel, prompts: TokenIds, lengths: list[int]) -> TokenIds:
     """One `generate` for all prompts, padded on the left, run to the longest output."""
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
+    ids, mask = pad_left(prompts)
     out = model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         max_new_tokens=max(lengths),
         do_sample=False,
     )
-    rows = out[:, width:].tolist()
+    rows = out[:, ids.shape[1] :].tolist()
     return [cut(row, length, model) for row, length in zip(rows, lengths, strict=True)]
 
 

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .admit import admit, inner_model
-from .errors import RewriteError
+from .errors import RewriteError, first_line
 from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
 from .lift import lift, own_files
@@ -150,9 +150,7 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     except (
         RuntimeError
     ) as error:  # what torch raises for data-dependent control flow, and what leaves raise
-        raise Untraceable(
-            watch.path_of_failure, _first_line(error), _line_of(error, row)
-        ) from error
+        raise Untraceable(watch.path_of_failure, first_line(error), _line_of(error, row)) from error
     finally:
         row.watch = None
     assert watch.symbol is not None and watch.shape_env is not None
@@ -218,10 +216,6 @@ def about_layout(guard: ShapeGuard) -> bool:
     return "contiguous" in asked_by or (
         "_reshape_view_helper" in asked_by and isinstance(guard.expr, sympy.Ne)
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _line_of(error: BaseException, row: nn.Module) -> str:

@@ -26,6 +26,7 @@ from .dynamo_inputs import Inputs, example_of, plain
 from .dynamo_own_gradient import own_gradient_of
 from .dynamo_range import interval_of
 from .dynamo_stops import stops
+from .errors import first_line
 from .graph import CapturedGraph
 from .lift import lift
 from .normal_form import normalize
@@ -75,7 +76,7 @@ def lower(
         ValueError,
         IndexError,
     ) as error:  # what torch raises for a trace that fails
-        return Declined(f"it cannot be traced over a row of any length: {_first_line(error)}")
+        return Declined(f"it cannot be traced over a row of any length: {first_line(error)}")
     seen = row.seen
     unknown = _writes_unknown(program, row, found)
     if unknown is not None:
@@ -253,10 +254,6 @@ def _export(row: _Row) -> ExportedProgram:
             row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
         )
         return program.run_decompositions({})
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _prefix(module: fx.GraphModule) -> str:

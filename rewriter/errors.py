@@ -31,3 +31,8 @@ class RewriteError(Exception):
             if value:
                 lines.append(f"  {label}: {value}")
         return "\n".join(lines)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong in a line: the first of an error's message, or its kind if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

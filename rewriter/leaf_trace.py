@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from .capture import quiet
+from .errors import first_line
 from .graph import TOKENS, CapturedGraph, shape_of
 from .leaves import LeafUnsupported
 from .lift import lift
@@ -137,9 +138,8 @@ def _export(alone: _Alone, tokens: int) -> ExportedProgram:
                 )
                 return program.run_decompositions({})
     except (RuntimeError, ValueError, IndexError) as error:  # what a length or a branch can cause
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise LeafUnsupported(
-            f"{call.path} cannot be traced over {tokens} tokens: {first}"
+            f"{call.path} cannot be traced over {tokens} tokens: {first_line(error)}"
         ) from error
 
 

@@ -132,14 +132,15 @@ def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.T
     return results
 
 
-def check_positions(model: Any, text: Sequence[int]) -> None:
+def check_positions(model: Any, text: Sequence[int], counted: torch.Tensor) -> None:
     """Raise RewriteError unless the model, left alone, counts a text's positions from 0 as a server of it does.
+
+    counted   the text's logits over positions 0, 1, 2, ..., as of `reference_logits`
 
     Some count from elsewhere, or only tokens that are no padding: a graph over given positions is not that model.
     """
     if not takes_positions(model):
         return
-    (counted,) = reference_logits(model, [text])
     with torch.no_grad():
         ids = torch.tensor([list(text)], device=counted.device)
         alone = model(input_ids=ids, **dict(without_cache(model))).logits[0]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .errors import EngineBusyError, EngineFailedError
+from .errors import EngineBusyError, EngineFailedError, described
 from .loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Background:
         """EngineFailedError after a fatal error."""
         if self.fatal_error is not None:
             raise EngineFailedError(
-                f"a step failed, and nothing runs any more: {_say(self.fatal_error)}"
+                f"a step failed, and nothing runs any more: {described(self.fatal_error)}"
             ) from self.fatal_error
 
     def run_until(self, done: Callable[[], object]) -> None:
@@ -150,7 +150,7 @@ class Background:
             logger.exception("a step failed: its engine's thread ends")
             self.fatal_error = error
             self._num_failures += 1
-            self._loop.fail(_say(error))
+            self._loop.fail(described(error))
             with self._changed:
                 self._in_step = False
                 self._thread = None
@@ -190,7 +190,3 @@ class Background:
             self._changed.notify_all()
             if stuck:
                 self._changed.wait(_TURN_SECONDS)
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -25,3 +25,8 @@ class EngineFullError(RequestError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+def described(error: BaseException) -> str:
+    """An error's kind and message, for those whom it ends."""
+    return f"{type(error).__name__}: {error}"

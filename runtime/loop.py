@@ -10,7 +10,7 @@ from typing import Any
 from . import sampler
 from .capacity import Capacity
 from .config import EngineConfig
-from .errors import EngineBusyError, EngineClosedError, RequestError
+from .errors import EngineBusyError, EngineClosedError, RequestError, described
 from .output import FinishReason, RequestOutput, StreamToken
 from .pending import Pending
 from .request import PENDING, Request, ScoreRequest, Span, Status, extras
@@ -156,7 +156,7 @@ class StepLoop:
             self.scheduler.distrust()
             for span in spans:
                 if span.request.status is not Status.FINISHED:
-                    self._finish(span.request, "error", error=f"{type(error).__name__}: {error}")
+                    self._finish(span.request, "error", error=described(error))
             raise
         self._read(before)
         if not self._overlaps:

@@ -15,6 +15,7 @@ import torch
 
 from regraft.kernels.sampling import greedy
 
+from .errors import described
 from .processors import build_processors, build_warpers
 from .request import Request, likeliest
 from .sampling_params import WarpParams
@@ -124,7 +125,7 @@ def _process_one(request: Request, scores: torch.Tensor) -> torch.Tensor:
     except Exception as error:
         # A caller's code may raise anything, and whatever it is ends that caller's request alone.
         logger.exception("a processor of %s raised", request.request_id)
-        request.error = f"a logits processor raised {type(error).__name__}: {error}"
+        request.error = f"a logits processor raised {described(error)}"
         return torch.full_like(scores[0], torch.nan)
     return processed[0]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .grouped import product_by_expert
 from .naive import expert_linear_naive
 
 
@@ -35,17 +36,9 @@ def _(
 def _(
     x: torch.Tensor, weight: torch.Tensor, expert_ids: torch.Tensor, transposed: bool
 ) -> torch.Tensor:
-    order = expert_ids.argsort(stable=True)
-    rows = x[order]
-    counts = torch.bincount(expert_ids, minlength=weight.shape[0]).tolist()
-    out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            matrix = weight[expert] if transposed else weight[expert].T
-            out[order[start : start + count]] = rows[start : start + count] @ matrix
-            start += count
-    return out
+    return product_by_expert(
+        x, weight, expert_ids, transposed, lambda rows, matrix: rows @ matrix.T
+    )
 
 
 @expert_linear.register_kernel("cuda")

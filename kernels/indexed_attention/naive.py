@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regraft.kernels.latent_attention.naive import rebuilt
 from regraft.kernels.paged_attention.naive import is_attended
 
 WIDE = torch.float64
@@ -140,22 +141,10 @@ def indexed_latent_attention_naive(
 ) -> Tensor:
     """`indexed_latent_attention` by its definition: every key and value rebuilt."""
     cache.view(-1, cache.shape[2])[slot_mapping] = rows
-    heads, width, rank = w_k.shape
-    shared = rows.shape[1] - rank
-    query = torch.cat(
-        [q[..., latent_start : latent_start + width], q[..., shared_start : shared_start + shared]],
-        -1,
-    )
-
-    def expand(held: Tensor) -> tuple[Tensor, Tensor]:
-        latent, part = held[..., :rank], held[..., rank:]
-        keys = torch.einsum("...r,hkr->...hk", latent, w_k)
-        parts = part.unsqueeze(-2).expand(*part.shape[:-1], heads, shared)
-        return torch.cat([keys, parts], -1), torch.einsum("...r,hvr->...hv", latent, w_v)
-
+    query, keys, values = rebuilt(q, w_k, w_v, latent_start, shared_start)
     return indexed_attention_naive(
-        query, *expand(rows), *expand(cache), selected, cu_seqlens, context_lens, block_table, slot_mapping,
-        scale, window, chunk, softcap, sinks,
+        query, keys(rows), values(rows), keys(cache), values(cache), selected, cu_seqlens, context_lens, block_table,
+        slot_mapping, scale, window, chunk, softcap, sinks,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from regraft.kernels.experts.grouped import product_by_expert
+
 from .reductions import tree_sum, wide
 
 TILE = 16
@@ -85,15 +87,4 @@ def paired_product(a: Tensor, b: Tensor) -> Tensor:
 
 def expert_linear(x: Tensor, weight: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
     """As `regraft.kernels.experts.expert_linear`: the rows of each expert in tiles."""
-    order = expert_ids.argsort(stable=True)
-    rows = x[order]
-    counts = torch.bincount(expert_ids, minlength=weight.shape[0]).tolist()
-    out = x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            matrix = weight[expert].t() if transposed else weight[expert]
-            mine = slice(start, start + count)
-            out[order[mine]] = tiled_product(rows[mine], matrix)
-            start += count
-    return out
+    return product_by_expert(x, weight, expert_ids, transposed, tiled_product)

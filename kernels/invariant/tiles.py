@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from regraft.kernels.paged_attention.last_row import Metadata, OfLastRow
 from regraft.kernels.paged_attention.spans import first_key
 
 QUERIES = 4
@@ -60,40 +61,15 @@ class QueryTiles:
         return position, page * page_size + held % page_size, is_own
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The metadata last seen, and what was made from it, by (window, chunk)."""
-
-    cu_seqlens: Tensor
-    context_lens: Tensor
-    block_table: Tensor
-    tiles: dict[tuple[int, int], QueryTiles] = field(default_factory=dict)
-
-
-_known: _Known | None = None
-
-
 def query_tiles(
     cu_seqlens: Tensor, context_lens: Tensor, block_table: Tensor, window: int, chunk: int
 ) -> QueryTiles:
-    """The tiles of a packed row. Every layer of a step asks for the same ones, so the last are kept, by contents."""
-    global _known
-    known = _known
-    if known is None or not (
-        torch.equal(known.cu_seqlens, cu_seqlens)
-        and torch.equal(known.context_lens, context_lens)
-        and torch.equal(known.block_table, block_table)
-    ):
-        known = _Known(cu_seqlens.clone(), context_lens.clone(), block_table.clone())
-        _known = known
-    key = (window, chunk)
-    if key not in known.tiles:
-        known.tiles[key] = _make_tiles(known, window, chunk)
-    return known.tiles[key]
+    """The tiles of a packed row."""
+    return _tiles(Metadata(cu_seqlens, context_lens, block_table), window, chunk)
 
 
-def _make_tiles(known: _Known, window: int, chunk: int) -> QueryTiles:
-    bounds, contexts = known.cu_seqlens.tolist(), known.context_lens.tolist()
+def _make_tiles(metadata: Metadata, window: int, chunk: int) -> QueryTiles:
+    bounds, contexts = metadata.cu_seqlens.tolist(), metadata.context_lens.tolist()
     found = []
     for seq, context in enumerate(contexts):
         start, end = bounds[seq], bounds[seq + 1]
@@ -108,12 +84,15 @@ def _make_tiles(known: _Known, window: int, chunk: int) -> QueryTiles:
     place = torch.arange(QUERIES)
     positions = begins[:, None] + place
     has_query = positions <= ends[:, None]
-    length = known.context_lens.long() + known.cu_seqlens.long().diff()
+    length = metadata.context_lens.long() + metadata.cu_seqlens.long().diff()
     return QueryTiles(
         rows=torch.where(has_query, rows[:, None] + place, 0),
         positions=torch.where(has_query, positions, -1),
         first=firsts,
         count=counts,
         length=length[seqs],
-        table=known.block_table.long()[seqs],
+        table=metadata.block_table.long()[seqs],
     )
+
+
+_tiles = OfLastRow(_make_tiles)

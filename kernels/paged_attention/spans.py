@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from .last_row import Metadata, OfLastRow
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,6 @@ def first_key(pos: int, window: int, chunk: int) -> int:
     return max(0, pos - window + 1 if window else 0, pos // chunk * chunk if chunk else 0)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """The metadata last seen, and the plans made from it, by (page_size, window, chunk)."""
-
-    cu_seqlens: Tensor
-    context_lens: Tensor
-    block_table: Tensor
-    plans: dict[tuple[int, int, int], Plan] = field(default_factory=dict)
-
-
-_known: _Known | None = None
-
-
 def plan(
     cu_seqlens: Tensor,
     context_lens: Tensor,
@@ -70,36 +59,21 @@ def plan(
     window: int,
     chunk: int,
 ) -> Plan:
-    """The plan of a packed row.
-
-    Every layer of a step asks for the same one, so the last is kept. It is recognised by its
-    contents: a caller may refill its metadata tensors in place.
-    """
-    global _known
-    known = _known
-    if known is None or not (
-        torch.equal(known.cu_seqlens, cu_seqlens)
-        and torch.equal(known.context_lens, context_lens)
-        and torch.equal(known.block_table, block_table)
-    ):
-        known = _Known(cu_seqlens.clone(), context_lens.clone(), block_table.clone())
-        _known = known
-    key = (page_size, window, chunk)
-    if key not in known.plans:
-        known.plans[key] = _make_plan(known, page_size, window, chunk)
-    return known.plans[key]
+    """The plan of a packed row."""
+    row = Metadata(cu_seqlens, context_lens, block_table)
+    return _plans(row, page_size, window, chunk)
 
 
-def _make_plan(known: _Known, page_size: int, window: int, chunk: int) -> Plan:
-    bounds = known.cu_seqlens.tolist()
+def _make_plan(row: Metadata, page_size: int, window: int, chunk: int) -> Plan:
+    bounds = row.cu_seqlens.tolist()
     spans = []
-    for seq, context in enumerate(known.context_lens.tolist()):
+    for seq, context in enumerate(row.context_lens.tolist()):
         start, end = bounds[seq], bounds[seq + 1]
         if start == end:
             continue
         first = first_key(context, window, chunk)
         last_page = (context + end - start - 1) // page_size
-        pages = known.block_table[seq, first // page_size : last_page + 1].long()
+        pages = row.block_table[seq, first // page_size : last_page + 1].long()
         skip = first % page_size
         consecutive = bool((pages.diff() == 1).all())
         slot = int(pages[0]) * page_size + skip if consecutive else -1
@@ -111,3 +85,6 @@ def _make_plan(known: _Known, page_size: int, window: int, chunk: int) -> Plan:
         tuple(s for s in spans if s.end - s.start > 1),
         bounds[-1],
     )
+
+
+_plans = OfLastRow(_make_plan)

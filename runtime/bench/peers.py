@@ -38,18 +38,24 @@ def padded(model: Any, load: Load, **settings: Any) -> Way:
     """transformers' `generate`: one batch, padded on the left."""
 
     def run(prompts: TokenIds, new: int) -> object:
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
+        ids, mask = pad_left(prompts)
         return model.generate(
             ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=new, min_new_tokens=new,
             do_sample=False, **settings,
         )  # fmt: skip
 
     return run
+
+
+def pad_left(prompts: TokenIds) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, int64 [B, longest]; zero where a row is padded."""
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids, mask
 
 
 def static(model: Any, load: Load) -> Way:
