@@ -132,6 +132,11 @@ def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineCo
 
 def _settle(model: nn.Module) -> None:
     """One forward pass over a short text: some models rewrite their weights in the first (RWKV rescales them)."""
+    if not hasattr(model, "get_input_embeddings"):
+        raise RewriteError(
+            f"{type(model).__name__} is no language model of transformers (it has no get_input_embeddings)",
+            fix="pass what AutoModelForCausalLM.from_pretrained returns",
+        )
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     longest = getattr(_text_config(model), "max_position_embeddings", None) or PREFIX_TOKENS
     text = samples(model, embedding.num_embeddings, longest, "quick", 0)[0]

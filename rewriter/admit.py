@@ -29,11 +29,6 @@ def inner_model(model: nn.Module) -> nn.Module:
 
 def _refuse_other_kinds(model: nn.Module) -> None:
     config = getattr(model, "config", None)
-    if not hasattr(model, "get_input_embeddings"):
-        raise RewriteError(
-            f"{type(model).__name__} is no language model of transformers (it has no get_input_embeddings)",
-            fix="pass what AutoModelForCausalLM.from_pretrained returns",
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise RewriteError(
             f"{type(model).__name__} is an encoder-decoder model",
