@@ -248,13 +248,11 @@ def _engine(options: argparse.Namespace, results: dict[str, Any]) -> tuple[Any, 
 
 
 def decode(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
-    """One decode step by batch, contexts 128 to 1280, as the engine runs it, without its scheduler."""
+    """One decode step by batch, contexts 128 to 1280 in the scheduler's order, as the engine runs it, without it."""
     engine, work, limits = _engine(options, results)
     found = {}
     for batch in map(int, options.batches.split(",")):
-        contexts = torch.randint(
-            128, 1281, (batch,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
+        contexts = _contexts(batch)
         seconds = _step_seconds(engine, contexts, options.device)
         floor = work.decode_seconds(contexts, limits)
         found[batch] = {"ms": seconds * 1e3, "floor ms": floor * 1e3, "of floor": floor / seconds}
@@ -263,6 +261,12 @@ def decode(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, An
             flush=True,
         )
     return found
+
+
+def _contexts(count: int) -> list[int]:
+    """Contexts of 128 to 1280, longest first."""
+    generator = torch.Generator().manual_seed(0)
+    return sorted(torch.randint(128, 1281, (count,), generator=generator).tolist(), reverse=True)
 
 
 def _decode_batch(engine: Any, contexts: list[int]) -> Any:
@@ -372,10 +376,7 @@ def profile(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, A
     """Kernels of one decode step of the largest batch, and the host's time for a step of the engine."""
     engine, _, _ = _engine(options, results)
     count = max(map(int, options.batches.split(",")))
-    contexts = torch.randint(
-        128, 1281, (count,), generator=torch.Generator().manual_seed(0)
-    ).tolist()
-    batch = _decode_batch(engine, contexts)
+    batch = _decode_batch(engine, _contexts(count))
     runner = engine._loop.runner
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     if options.device != "cuda":

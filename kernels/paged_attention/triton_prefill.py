@@ -42,15 +42,16 @@ def prefill_kernel(
     num_tokens, num_seqs, scale,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
     GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of Q tokens of one sequence, key head and share of its heads).
 
     Row m is head m % SHARE of the program's, of the block's token m // SHARE. A block writes its tokens' keys and
     values to the pages (W is Q rounded up to a power of two), and all read this step's from `k` and `v`.
-    Sequences with one new token are the decode kernel's.
+    Sequences with one new token are the decode kernel's. With UNMASKED the tiles of keys that all rows see are taken
+    without masks first. The last blocks of a sequence, which see the most, begin first.
     """
-    block = tl.program_id(0)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = find_sequence(cu_seqlens_ptr, num_seqs, block, Q)
     is_seq = seq < num_seqs
     start = tl.load(cu_seqlens_ptr + seq)
@@ -69,15 +70,33 @@ def prefill_kernel(
         operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + m_M // SHARE, WINDOW, CHUNK, D
     )  # fmt: skip
     state = empty_state(extras[0], is_seq, head_M, is_row_M, M, DV)
-    first = first_key(pos, WINDOW, CHUNK)
     works = is_seq & (from_token < to_token)
+    history_end = tl.where(works, context, 0)
+    new_end = tl.where(works, context + to_token - start, 0)
+    history = first_key(pos, WINDOW, CHUNK)
+    new = tl.maximum(history, context)
+    table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+    if UNMASKED:
+        tl.static_assert(WINDOW == 0 and CHUNK == 0, "every row sees its whole past")
+        state = attend_history(
+            state, q, queries, operands, strides, table_ptr, kv_head,
+            0, history_end // N * N, scale, SCORE, PAGE_SIZE, D, DV, N, True,
+        )  # fmt: skip
+        history = history_end // N * N
     state = attend_history(
-        state, q, queries, operands, strides, block_table_ptr + seq.to(tl.int64) * stride_table, kv_head,
-        first, tl.where(works, context, 0), scale, SCORE, PAGE_SIZE, D, DV, N,
+        state, q, queries, operands, strides, table_ptr, kv_head,
+        history, history_end, scale, SCORE, PAGE_SIZE, D, DV, N,
     )  # fmt: skip
+    if UNMASKED:
+        seen_by_all = context + tl.where(works, from_token - start, 0) // N * N
+        state = attend_new(
+            state, q, queries, operands, strides, start - context, kv_head,
+            context, seen_by_all, scale, SCORE, D, DV, N, True,
+        )  # fmt: skip
+        new = seen_by_all
     state = attend_new(
         state, q, queries, operands, strides, start - context, kv_head,
-        tl.maximum(first, context), tl.where(works, context + to_token - start, 0), scale, SCORE, D, DV, N,
+        new, new_end, scale, SCORE, D, DV, N,
     )  # fmt: skip
 
     _, sum_M, acc = state

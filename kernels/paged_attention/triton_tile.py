@@ -7,7 +7,8 @@ Tuples that travel together:
     operands  pointers of q, k, v, k_cache, v_cache; strides: theirs
     extras    pointers of sinks, alibi_slopes, rel_bias, or None
     queries   pos_M, first_M (first position seen), is_row_M, slope_M, rel_ptr_M (of distance 0), its stride
-    SCORE     softcap or 0, whether there are slopes, the reach W of rel_bias or 0
+    SCORE     softcap or 0, whether there are slopes, the reach W of rel_bias or 0, whether a score is the product times
+              a positive scale and nothing else
     state     of the softmax: top_M (maximum so far), sum_M, and the weighted values
 """
 
@@ -48,10 +49,15 @@ def which_heads(g, AXIS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr)
 def load_part(
     ptr, offsets, valid, stride, FROM: tl.constexpr, PART: tl.constexpr, END: tl.constexpr
 ):
-    """[rows, PART] elements FROM.. of the rows at these offsets; 0 from END on and where invalid."""
+    """[rows, PART] elements FROM.. of the rows at these offsets; 0 from END on and where invalid (None: nowhere)."""
     column = FROM + tl.arange(0, PART)
-    mask = valid[:, None] & (column < END)[None, :]
-    return tl.load(ptr + offsets[:, None] + column[None, :] * stride, mask=mask, other=0.0)
+    from_ptr = ptr + offsets[:, None] + column[None, :] * stride
+    if valid is not None:
+        return tl.load(from_ptr, mask=valid[:, None] & (column < END)[None, :], other=0.0)
+    elif FROM + PART > END:
+        return tl.load(from_ptr, mask=(column < END)[None, :], other=0.0)
+    else:
+        return tl.load(from_ptr)
 
 
 @triton.jit
@@ -123,11 +129,24 @@ def empty_state(sinks_ptr, with_sink, head_M, is_row_M, M: tl.constexpr, DV: tl.
 
 @triton.jit
 def shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE: tl.constexpr):
-    """Products of queries and keys -> scores in units of log 2, -inf where a key is not seen."""
-    pos_M, first_M, is_row_M, slope_M, rel_ptr_M, stride_rel = queries
+    """Products of queries and keys -> scores, -inf where a key is not seen: in units of log 2, or plain ones unscaled.
+
+    Without `valid_N` all keys are seen by all rows.
+    """
+    pos_M, first_M = queries[0], queries[1]
     distance_MN = pos_M[:, None] - pos_N[None, :]
-    seen_MN = valid_N[None, :] & (distance_MN >= 0) & (pos_N[None, :] >= first_M[:, None])
-    s_MN = s_MN * scale
+    if not SCORE[3]:
+        s_MN = bend_scores(s_MN * scale, queries, distance_MN, SCORE) * LOG2E
+    if valid_N is not None:
+        seen_MN = valid_N[None, :] & (distance_MN >= 0) & (pos_N[None, :] >= first_M[:, None])
+        s_MN = tl.where(seen_MN, s_MN, float("-inf"))
+    return s_MN
+
+
+@triton.jit
+def bend_scores(s_MN, queries, distance_MN, SCORE: tl.constexpr):
+    """What softcap, slopes and biases by distance make of scores."""
+    _, _, is_row_M, slope_M, rel_ptr_M, stride_rel = queries
     if SCORE[0] > 0:
         # tanh, which Triton has no portable name for; right also where exp2 is 0 or infinite.
         s_MN = SCORE[0] - 2 * SCORE[0] / (tl.exp2(s_MN * (2 * LOG2E / SCORE[0])) + 1)
@@ -136,10 +155,10 @@ def shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE: tl.constexpr):
             slope_M[:, None] * distance_MN
         )  # slope * key position, less a constant of the query's
     if SCORE[2] > 0:
-        near_MN = seen_MN & (distance_MN < SCORE[2]) & is_row_M[:, None]
+        near_MN = (distance_MN >= 0) & (distance_MN < SCORE[2]) & is_row_M[:, None]
         at_MN = rel_ptr_M[:, None] + distance_MN * stride_rel
         s_MN += tl.load(at_MN, mask=near_MN, other=0.0).to(tl.float32)
-    return tl.where(seen_MN, s_MN * LOG2E, float("-inf"))
+    return s_MN
 
 
 @triton.jit
@@ -150,7 +169,8 @@ def attend(
     """Take N more keys into the running softmax. k_rows, v_rows: (pointer, offsets_N, stride of an element).
 
     An invalid key is not even loaded: a weight of zero would not silence a NaN. Three tf32 products give float32's
-    precision on tensor cores; "ieee" would unroll into minutes of compiling at wide heads.
+    precision on tensor cores; "ieee" would unroll into minutes of compiling at wide heads. A plain score is scaled
+    as the maximum is taken from it, in one instruction.
     """
     top_M, sum_M, acc = state
     acc_main, acc_rest = acc
@@ -159,10 +179,13 @@ def attend(
     if D[2] > 0:
         s_MN += tl.dot(q[1], tl.trans(k[1]), input_precision="tf32x3")
     s_MN = shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE)
-    new_top_M = tl.maximum(top_M, tl.max(s_MN, 1))
+    unit = 1.0
+    if SCORE[3]:
+        unit = scale * LOG2E
+    new_top_M = tl.maximum(top_M, tl.max(s_MN, 1) * unit)
     # A row that has seen no key yet: -inf - -inf would be NaN.
     shift_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-    p_MN = tl.exp2(s_MN - shift_M[:, None])
+    p_MN = tl.exp2(s_MN * unit - shift_M[:, None])
     fade_M = tl.exp2(top_M - shift_M)
     sum_M = sum_M * fade_M + tl.sum(p_MN, 1)
     v = load_rows(v_rows[0], v_rows[1], valid_N, v_rows[2], DV)
@@ -179,15 +202,18 @@ def attend(
 def attend_history(
     state, q, queries, operands, strides, table_ptr, kv_head, begin, end, scale,
     SCORE: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr = False,
 ):  # fmt: skip
-    """Attend to the positions begin..end-1 in the pages of `table_ptr`. Offsets have 64 bits: pools are large."""
+    """Attend to the positions begin..end-1 in the pages of `table_ptr`. Offsets have 64 bits: pools are large.
+
+    With ALL these are whole tiles of N keys that all rows see.
+    """
     k_page, k_slot, k_head, k_element = strides[3]
     v_page, v_slot, v_head, v_element = strides[4]
     for n in range(begin, end, N):
         pos_N = n + tl.arange(0, N)
-        valid_N = pos_N < end
-        page_N = tl.load(table_ptr + pos_N // PAGE_SIZE, mask=valid_N, other=0).to(tl.int64)
+        valid_N = None if ALL else pos_N < end
+        page_N = tl.load(table_ptr + pos_N // PAGE_SIZE, mask=valid_N).to(tl.int64)
         slot_N = pos_N % PAGE_SIZE
         k_N = page_N * k_page + slot_N * k_slot + kv_head * k_head
         v_N = page_N * v_page + slot_N * v_slot + kv_head * v_head
@@ -201,9 +227,12 @@ def attend_history(
 @triton.jit
 def attend_new(
     state, q, queries, operands, strides, row_of_0, kv_head, begin, end, scale,
-    SCORE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr,
+    SCORE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr = False,
 ):  # fmt: skip
-    """Attend to the positions begin..end-1 that are this step's: position p is row row_of_0 + p of k and v."""
+    """Attend to the positions begin..end-1 that are this step's: position p is row row_of_0 + p of k and v.
+
+    ALL as above.
+    """
     k_row, k_head, k_element = strides[1]
     v_row, v_head, v_element = strides[2]
     for n in range(begin, end, N):
@@ -212,8 +241,8 @@ def attend_new(
         k_N = row_N * k_row + kv_head * k_head
         v_N = row_N * v_row + kv_head * v_head
         state = attend(
-            state, q, queries, (operands[1], k_N, k_element), (operands[2], v_N, v_element), pos_N, pos_N < end,
-            scale, SCORE, D, DV,
+            state, q, queries, (operands[1], k_N, k_element), (operands[2], v_N, v_element), pos_N,
+            None if ALL else pos_N < end, scale, SCORE, D, DV,
         )  # fmt: skip
     return state
 

@@ -56,6 +56,7 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "mixed": (Case((3, 1, 0, 17, 1), (0, 9, 4, 5, 0), padding=2), {}),
     "mixed, split": (Case((1, 3, 1), (80, 2, 9), padding=1), {"splits": 2, "min_split": 4}),
     "mixed, several blocks": (Case((70, 1, 30), (3, 4, 66), page_size=16, heads=4, kv_heads=1), {}),
+    "mixed, long": (Case((70, 1, 30), (3, 4, 66), page_size=16, kv_heads=1), {"long": 4}),
     "mixed, window": (Case((9, 1), (11, 30), window=5), {}),
     "mixed, window of blocks": (
         Case((60, 2), (70, 9), window=20, heads=4, kv_heads=1, page_size=16),
@@ -86,6 +87,7 @@ MUTANTS: dict[str, tuple[Case, dict[str, Any]]] = {
 
 COMPILED: dict[str, Case] = {
     "bfloat16, 128": Case((3, 1), (5, 8), 32, 8, 128, 128, 16, dtype=torch.bfloat16),
+    "bfloat16, 128, long": Case((1030, 1030), (5, 8), 32, 8, 128, 128, 16, dtype=torch.bfloat16),
     "bfloat16, 576 and 512": Case(
         (3, 1), (5, 8), 16, 1, 576, 512, 16, window=9, dtype=torch.bfloat16
     ),
