@@ -34,6 +34,26 @@ def decayed_linear(
     return decayed_linear_cpu(q, k, v, decay, state, cu_seqlens, context_lens, state_slots)
 
 
+@decayed_linear.register_kernel("cuda")
+def _(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    state_slots: torch.Tensor,
+) -> torch.Tensor:
+    # Triton is not on every machine, and need not be where there is no GPU.
+    from .triton import decayed_linear_triton
+
+    check_shapes(q, k, v, decay, state)
+    return decayed_linear_triton(
+        q, k, v, decay, state, cu_seqlens, context_lens, state_slots,
+    )  # fmt: skip
+
+
 @decayed_linear.register_fake
 def _(
     q: torch.Tensor,

@@ -42,6 +42,31 @@ def selective_scan(
     )
 
 
+@selective_scan.register_kernel("cuda")
+def _(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    state_slots: torch.Tensor,
+) -> torch.Tensor:
+    # Triton is not on every machine, and need not be where there is no GPU.
+    from .triton import selective_scan_triton
+
+    check_shapes(x, dt, A, B, C, D, z, state)
+    return selective_scan_triton(
+        x, dt, A, B, C, D, z, dt_bias, dt_softplus, state, cu_seqlens, context_lens, state_slots,
+    )  # fmt: skip
+
+
 @selective_scan.register_fake
 def _(
     x: torch.Tensor,

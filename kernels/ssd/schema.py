@@ -57,6 +57,32 @@ def ssd(
     )
 
 
+@ssd.register_kernel("cuda")
+def _(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    dt_min: float,
+    dt_max: float,
+    state: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    context_lens: torch.Tensor,
+    state_slots: torch.Tensor,
+) -> torch.Tensor:
+    # Triton is not on every machine, and need not be where there is no GPU.
+    from .triton import ssd_triton
+
+    check_shapes(x, dt, A, B, C, D, state)
+    return ssd_triton(
+        x, dt, A, B, C, D, dt_bias, dt_softplus, dt_min, dt_max, state, cu_seqlens, context_lens, state_slots,
+    )  # fmt: skip
+
+
 @ssd.register_fake
 def _(
     x: torch.Tensor,

@@ -1,0 +1,208 @@
+"""The causal convolution, and its bare windows, on the GPU.
+
+A tap is read from the packed row, or from the sequence's slot where it lies before this step's first token. One
+program a (block of channels, sequence) does all of a decode step, the new window last, behind a barrier. The tokens
+of a longer row are shared out among several, which only read the old window: a second launch writes the new one.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from regraft.kernels.recurrent.triton import (
+    optional_strides,
+    own_sequence,
+    rounded,
+    zero_rows_of_nobody,
+)
+
+_MAX_PARTS = 64
+"""Programs that share out one sequence's tokens, at most."""
+
+
+def causal_conv_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    dilation: int,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    state_slots: Tensor,
+) -> Tensor:
+    """See `causal_conv`."""
+    out = x.new_empty(x.shape)
+    sequences = (cu_seqlens, context_lens, state_slots)
+    _launch(
+        x, weight, bias, out, conv_state, sequences, weight.shape[1], dilation, activation == "silu"
+    )
+    return out
+
+
+def causal_window_triton(
+    x: Tensor,
+    width: int,
+    dilation: int,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    state_slots: Tensor,
+) -> Tensor:
+    """See `causal_window`."""
+    out = x.new_empty(*x.shape, width)
+    sequences = (cu_seqlens, context_lens, state_slots)
+    _launch(x, None, None, out, conv_state, sequences, width, dilation, False)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    conv_state: Tensor,
+    sequences: tuple[Tensor, Tensor, Tensor],
+    width: int,
+    dilation: int,
+    silu: bool,
+) -> None:
+    tokens, channels = x.shape
+    seqs = len(sequences[1])
+    if not seqs:
+        out.zero_()
+        return
+    decode_only = tokens <= seqs
+    kept = (width - 1) * dilation
+    common: dict[str, Any] = {
+        "CHANNELS": channels,
+        "KEPT": kept,
+        "BC": min(256, triton.next_power_of_2(channels)),
+        "BW": triton.next_power_of_2(max(1, kept)),
+        "num_stages": 1,
+        "enable_fp_fusion": True,
+    }
+    rows = 1 if decode_only else 16
+    parts = 1 if decode_only else min(_MAX_PARTS, triton.cdiv(tokens, rows))
+    blocks = triton.cdiv(channels, common["BC"])
+    state = (x, x.stride(), conv_state, conv_state.stride())
+    conv_kernel[(blocks, parts, seqs)](
+        *state, weight, optional_strides(weight, 2), bias, optional_strides(bias, 1), out, *sequences, tokens,
+        TAPS=width, DILATION=dilation, SILU=silu, STORED=width if weight is None else 1,
+        HANDS_ON=decode_only and kept > 0, BT=rows, num_warps=2 if decode_only else 4, **common,
+    )  # fmt: skip
+    if kept and not decode_only:
+        hand_on_kernel[(blocks, 1, seqs)](*state, *sequences, num_warps=2, **common)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def conv_kernel(
+    x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+    cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
+    STORED: tl.constexpr, HANDS_ON: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """One program a (block of BC channels, share of the tokens, sequence). Without a weight the taps themselves are
+    stored: STORED numbers a channel.
+    """
+    c_C = tl.program_id(0) * BC + tl.arange(0, BC)
+    is_in_C = c_C < CHANNELS
+    out_type: tl.constexpr = out_ptr.dtype.element_ty
+    zero_shared_rows_of_nobody(
+        out_ptr, cu_seqlens_ptr, num_tokens, c_C, is_in_C, CHANNELS, STORED
+    )  # fmt: skip
+    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    first, step = start + tl.program_id(1) * BT, tl.num_programs(1) * BT
+    token_T = (first + tl.arange(0, BT)).to(tl.int64)
+    for _ in range(first, end, step):
+        is_in_TC = (token_T < end)[:, None] & is_in_C[None, :]
+        to_TC = token_T[:, None] * CHANNELS + c_C[None, :]
+        sum_TC = tl.zeros([BT, BC], tl.float32)
+        if bias_ptr is not None:
+            bias_C = tl.load(bias_ptr + c_C * bias_by[0], mask=is_in_C, other=0.0)
+            sum_TC += bias_C.to(tl.float32)[None, :]
+        for j in tl.static_range(TAPS):
+            tap_TC = load_inputs(
+                x_ptr, x_by, state_ptr, state_by, token_T - (TAPS - 1 - j) * DILATION, c_C, is_in_TC,
+                start, slot, context, KEPT,
+            )  # fmt: skip
+            if weight_ptr is None:
+                tl.store(out_ptr + to_TC * TAPS + j, tap_TC, mask=is_in_TC)
+            else:
+                factor_at = weight_ptr + c_C * weight_by[0] + j * weight_by[1]
+                factor_C = tl.load(factor_at, mask=is_in_C, other=0.0).to(tl.float32)
+                sum_TC += rounded(tap_TC, weight_ptr.dtype.element_ty) * factor_C[None, :]
+        if weight_ptr is not None:
+            sum_TC = rounded(sum_TC, weight_ptr.dtype.element_ty)
+            if SILU:
+                sum_TC = rounded(sum_TC / (1.0 + tl.exp(-sum_TC)), weight_ptr.dtype.element_ty)
+            tl.store(out_ptr + to_TC, sum_TC.to(out_type), mask=is_in_TC)
+        token_T += step
+    if HANDS_ON:
+        # Every thread has read the old window before one writes the new one.
+        tl.debug_barrier()
+        hand_on(x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW)
+
+
+@triton.jit
+def hand_on_kernel(
+    x_ptr, x_by, state_ptr, state_by, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """One program a (block of BC channels, sequence): only the new window."""
+    c_C = tl.program_id(0) * BC + tl.arange(0, BC)
+    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    hand_on(
+        x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, c_C < CHANNELS, KEPT, BW
+    )  # fmt: skip
+
+
+@triton.jit
+def hand_on(
+    x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C,
+    KEPT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Write the last KEPT inputs of a sequence that has new ones to its slot."""
+    w_W = tl.arange(0, BW)
+    is_in_WC = (w_W < tl.where(start < end, KEPT, 0))[:, None] & is_in_C[None, :]
+    last_W = (end - KEPT + w_W).to(tl.int64)
+    x_WC = load_inputs(
+        x_ptr, x_by, state_ptr, state_by, last_W, c_C, is_in_WC, start, slot, context, KEPT
+    )  # fmt: skip
+    # A window shorter than it is long moves within the slot: it is read before any of it is written.
+    tl.debug_barrier()
+    to_WC = state_ptr + slot * state_by[0] + w_W[:, None] * state_by[2] + c_C[None, :] * state_by[1]
+    tl.store(to_WC, x_WC, mask=is_in_WC)
+
+
+@triton.jit
+def load_inputs(
+    x_ptr, x_by, state_ptr, state_by, token_T, c_C, is_wanted_TC, start, slot, context, KEPT: tl.constexpr
+):  # fmt: skip
+    """Inputs [T, C] at rows `token_T` of a sequence; those before its first new token lie in its slot, oldest first."""
+    back_T = token_T - start
+    is_new_T = back_T >= 0
+    x_at = x_ptr + token_T[:, None] * x_by[0] + c_C[None, :] * x_by[1]
+    new_TC = tl.load(x_at, mask=is_wanted_TC & is_new_T[:, None], other=0.0)
+    state_at = state_ptr + slot * state_by[0] + (KEPT + back_T)[:, None] * state_by[2]
+    # What another sequence left in the slot is not read: it may be NaN.
+    is_old_TC = is_wanted_TC & (back_T < tl.where(context > 0, 0, -KEPT))[:, None]
+    old_TC = tl.load(state_at + c_C[None, :] * state_by[1], mask=is_old_TC, other=0.0)
+    return tl.where(is_new_T[:, None], new_TC, old_TC)
+
+
+@triton.jit
+def zero_shared_rows_of_nobody(
+    out_ptr, cu_seqlens_ptr, num_tokens, c_C, is_in_C, CHANNELS: tl.constexpr, STORED: tl.constexpr
+):  # fmt: skip
+    """As `zero_rows_of_nobody`, by the programs of the first share of the tokens; STORED numbers a channel."""
+    if tl.program_id(1) == 0:
+        for j in tl.static_range(STORED):
+            zero_rows_of_nobody(
+                out_ptr, cu_seqlens_ptr, num_tokens, CHANNELS * STORED, c_C * STORED + j, is_in_C
+            )  # fmt: skip

@@ -1,0 +1,85 @@
+"""What the recurrent operators' Triton kernels share: one program owns a part of one sequence's state.
+
+It reads that part from the sequence's slot of the pool, takes the sequence's new tokens in order with the state in
+registers, and writes it back once, in place. Nobody else reads or writes it, so no program waits for another.
+
+A kernel's grid is (tiles of the state, heads, sequences): from shapes alone, so that a captured CUDA graph stays
+right whatever the lengths.
+"""
+
+# mypy: disable-error-code="no-untyped-def, misc"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr):
+    """Of this program's sequence: its first new token and the one behind its last, its slot (int64), and how many
+    tokens of it are in there: with none, what the slot holds is another's.
+    """
+    seq = tl.program_id(2)
+    start = tl.load(cu_seqlens_ptr + seq)
+    end = tl.load(cu_seqlens_ptr + seq + 1)
+    slot = tl.load(state_slots_ptr + seq).to(tl.int64)
+    return start, end, slot, tl.load(context_lens_ptr + seq)
+
+
+@triton.jit
+def zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V):
+    """Zero this program's columns in the rows behind the last sequence's tokens. Sequences share those rows out."""
+    share = tl.num_programs(2)
+    first = tl.load(cu_seqlens_ptr + share) + tl.program_id(2)
+    row = first.to(tl.int64)
+    zero_V = tl.zeros(at_V.shape, tl.float32).to(out_ptr.dtype.element_ty)
+    for _ in range(first, num_tokens, share):
+        tl.store(out_ptr + row * row_size + at_V, zero_V, mask=is_in_V)
+        row += share
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """`x` as a tensor of `dtype` would hold it, in float32."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def softplus(x):
+    """As torch: log(1 + exp(x)), and x itself beyond 20. `x` is float32.
+
+    Where 1 + exp(x) is rounded, dividing by what was really added makes up for it.
+    """
+    added = tl.exp(x)
+    total = 1.0 + added
+    is_lost = total == 1.0
+    log = tl.log(total) * (added / tl.where(is_lost, 1.0, total - 1.0))
+    return tl.where(x > 20.0, x, tl.where(is_lost, added, log))
+
+
+@triton.jit
+def time_step(dt, bias, SOFTPLUS: tl.constexpr):
+    """`dt` of a token, biased and passed through softplus, each in dt's own dtype; float32."""
+    dtype: tl.constexpr = dt.dtype
+    dt = dt.to(tl.float32)
+    if bias is not None:
+        dt = rounded(dt + rounded(bias, dtype), dtype)
+    if SOFTPLUS:
+        dt = rounded(softplus(dt), dtype)
+    return dt
+
+
+def state_tiles(rows: int, width: int) -> tuple[int, int, int]:
+    """How a [rows, width] state is cut: rows and width of a tile, powers of two, and warps that hold it.
+
+    `rows` are never cut, as sums run over them. A warp holds up to 4096 numbers in registers.
+    """
+    block_rows = triton.next_power_of_2(rows)
+    block = min(triton.next_power_of_2(width), max(8, 4096 // block_rows))
+    return block_rows, block, max(1, min(8, block_rows * block // 4096))
+
+
+def optional_strides(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    """Strides, zeros if there is no tensor."""
+    return (0,) * dims if x is None else x.stride()

@@ -1,0 +1,464 @@
+"""The recurrent operators' Triton kernels: their cases, and a program that runs them without a GPU.
+
+As `paged_triton`: this file in a process of its own, with TRITON_INTERPRET=1 to run `CASES` and `MUTANTS` interpreted,
+or with TRITON_INTERPRET=0 to compile `COMPILED` for a GPU that is not there. Each outcome is one line of JSON,
+[name, what went wrong or ""].
+
+    TRITON_INTERPRET=1 python -m tests.kernels.recurrent_triton
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.paged import poisoned_memory
+from tests.kernels.paged_triton import SHARED_MEMORY, _describe
+from tests.tolerance import assert_close
+
+Arguments = dict[str, Any]
+INFINITY = float("inf")
+
+
+def delta(
+    n: int, dtype: torch.dtype, keys: int = 6, width: int = 5, heads: int = 4, key_heads: int = 2,
+    l2norm: bool = True, decay: float = 1.0,
+) -> Arguments:  # fmt: skip
+    # Views into one projection's output, as merged weights make them.
+    sizes = [key_heads * keys, key_heads * keys, heads * width]
+    q, k, v = (torch.randn(n, sum(sizes)) * 0.5).to(dtype).split(sizes, -1)
+    return {
+        "q": q.view(n, key_heads, keys),
+        "k": k.view(n, key_heads, keys),
+        "v": v.view(n, heads, width),
+        "g": -decay * torch.rand(n, heads),
+        "beta": (2 * torch.rand(n, heads)).to(dtype),
+        "state": (heads, keys, width),
+        "scale": keys**-0.5,
+        "qk_l2norm": l2norm,
+    }
+
+
+def kda(n: int, dtype: torch.dtype, heads: int = 3, **changes: Any) -> Arguments:
+    made = delta(n, dtype, heads=heads, key_heads=heads, **changes)
+    return made | {"g": -torch.rand(n, heads, made["q"].shape[2])}
+
+
+def linear(n: int, dtype: torch.dtype, keys: int = 6, width: int = 5, heads: int = 3) -> Arguments:
+    q, k = (torch.randn(2, n, heads, keys) * 0.5).to(dtype)
+    return {
+        "q": q,
+        "k": k,
+        "v": torch.randn(n, heads, width).to(dtype),
+        "decay": -torch.rand(heads),
+        "state": (heads, keys, width),
+    }
+
+
+def ssd(
+    n: int, dtype: torch.dtype, heads: int = 4, groups: int = 2, width: int = 5, size: int = 6,
+    limits: tuple[float, float] = (0.0, INFINITY), skip: int = 1, bias: bool = True, softplus: bool = True,
+    spread: float = 1.0,
+) -> Arguments:  # fmt: skip
+    B, C = (torch.randn(2, n, groups, size) * 0.5).to(dtype)
+    dt = spread * torch.randn(n, heads)
+    return {
+        "x": torch.randn(n, heads, width).to(dtype),
+        "dt": (dt if softplus else dt.abs()).to(dtype),
+        "A": -torch.rand(heads),
+        "B": B,
+        "C": C,
+        "D": torch.randn(heads, width).select(1, 0) if skip == 1 else torch.randn(heads, width) if skip else None,
+        "dt_bias": torch.randn(heads) if bias else None,
+        "dt_softplus": softplus,
+        "dt_min": limits[0],
+        "dt_max": limits[1],
+        "state": (heads, width, size),
+    }  # fmt: skip
+
+
+def selective(
+    n: int, dtype: torch.dtype, channels: int = 7, size: int = 6, skip: torch.dtype | None = torch.float32,
+    gate: bool = True, bias: bool = True, softplus: bool = True,
+) -> Arguments:  # fmt: skip
+    x, dt, z = torch.randn(3, n, channels).to(dtype)
+    B, C = (torch.randn(2, n, size) * 0.5).to(dtype)
+    return {
+        "x": x,
+        "dt": dt if softplus else dt.abs(),
+        "A": -torch.rand(channels, size),
+        "B": B,
+        "C": C,
+        "D": None if skip is None else torch.randn(channels).to(skip),
+        "z": z if gate else None,
+        "dt_bias": torch.randn(channels) if bias else None,
+        "dt_softplus": softplus,
+        "state": (channels, size),
+    }
+
+
+def conv(
+    n: int, dtype: torch.dtype, channels: int = 5, width: int = 4, dilation: int = 1, bias: bool = True,
+    activation: str | None = "silu", weight_dtype: torch.dtype | None = None,
+) -> Arguments:  # fmt: skip
+    weight = torch.randn(channels, width).to(weight_dtype or dtype)
+    return {
+        "x": torch.randn(n, 2 * channels).to(dtype)[:, :channels],
+        "weight": weight,
+        "bias": torch.randn(channels).to(weight.dtype) if bias else None,
+        "activation": activation,
+        "dilation": dilation,
+        "conv_state": (channels, (width - 1) * dilation),
+    }
+
+
+def window(
+    n: int, dtype: torch.dtype, channels: int = 5, width: int = 4, dilation: int = 1
+) -> Arguments:
+    return {
+        "x": torch.randn(n, channels).to(dtype),
+        "width": width,
+        "dilation": dilation,
+        "conv_state": (channels, (width - 1) * dilation),
+    }
+
+
+OPERATORS: dict[str, tuple[str, Callable[..., Arguments]]] = {
+    "gated_delta_rule": ("delta_rule", delta),
+    "kda": ("kda", kda),
+    "decayed_linear": ("decayed_linear", linear),
+    "ssd": ("ssd", ssd),
+    "selective_scan": ("selective_scan", selective),
+    "causal_conv": ("causal_conv", conv),
+    "causal_window": ("causal_conv", window),
+}
+"""Name -> folder of kernels/, and what makes its arguments for n tokens; a state is given by its shape."""
+
+
+def form(operator: str, kind: str) -> Callable[..., Tensor]:
+    """An operator's "naive" or "triton" form."""
+    module = importlib.import_module(f"regraft.kernels.{OPERATORS[operator][0]}.{kind}")
+    return getattr(module, f"{operator}_{kind}")
+
+
+PER_TOKEN = ("q", "k", "v", "g", "beta", "x", "dt", "B", "C", "z")
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    news: tuple[int, ...]
+    contexts: tuple[int, ...]
+    padding: int = 0
+    """Rows of nobody behind the sequences'."""
+    dtype: torch.dtype = torch.float32
+    made: Arguments = field(default_factory=dict)
+    """For what makes the arguments."""
+    scale: float = 1.0
+    """On the tolerance, where sums are long."""
+
+
+def make(case: Case, device: str = "cpu", slots: int | None = None) -> Arguments:
+    """The operator's arguments. NaN stands in rows of nobody, in slots of nobody, and in those of fresh sequences."""
+    count, tokens = len(case.news), sum(case.news)
+    arguments = OPERATORS[case.operator][1](tokens + case.padding, case.dtype, **case.made)
+    for x in (arguments[n] for n in PER_TOKEN if arguments.get(n) is not None):
+        x[tokens:] = torch.nan
+    name = state_name(case)
+    dtype = case.dtype if name == "conv_state" else torch.float32
+    pool = torch.full((slots or count + 3, *arguments[name]), torch.nan, dtype=dtype)
+    own = torch.randperm(len(pool))[:count]
+    for slot, context in zip(own, case.contexts):
+        if context:
+            pool[slot] = (torch.randn(pool.shape[1:]) * 0.5).to(dtype)
+    arguments |= {
+        name: pool,
+        "cu_seqlens": torch.tensor([0, *case.news]).cumsum(0).int(),
+        "context_lens": torch.tensor(case.contexts, dtype=torch.int32),
+        "state_slots": own,
+    }
+    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+
+
+def state_name(case: Case) -> str:
+    return "conv_state" if "conv" in OPERATORS[case.operator][0] else "state"
+
+
+def check(
+    case: Case, operator: Callable[..., Tensor] | None = None, device: str = "cpu", **changes: Any
+) -> None:
+    """The Triton form against the naive one, in output and in what it leaves in every slot.
+
+    `changes` replace arguments of the Triton form alone: a mutant, which the check must notice.
+    """
+    arguments, name = make(case, device), state_name(case)
+    theirs = {n: x.cpu() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    before, theirs[name] = theirs[name].clone(), theirs[name].clone()
+    expected = form(case.operator, "naive")(**theirs)
+    mine = arguments | {n: x(arguments[n]) if callable(x) else x for n, x in changes.items()}
+    with poisoned_memory():
+        out = (operator or form(case.operator, "triton"))(**mine)
+    assert out.dtype == expected.dtype
+    assert out.is_contiguous()
+    assert_close(out, expected, dtype=case.dtype, scale=case.scale, name="output")
+    assert (out[sum(case.news) :] == 0).all(), "rows of nobody"
+    new = dict(zip(theirs["state_slots"].tolist(), case.news))
+    # A time step is rounded to its dtype, and may come out one place beside.
+    dtype = case.dtype if "dt" in arguments else None
+    for slot, (was, now, then) in enumerate(zip(before, arguments[name].cpu(), theirs[name])):
+        if new.get(slot):
+            assert_close(now, then, dtype=dtype, scale=case.scale, name=f"slot {slot}")
+        else:
+            assert torch.equal(now.nan_to_num(7.0), was.nan_to_num(7.0)), f"slot {slot} was touched"
+
+
+DECODE = {"news": (1, 1, 0, 1), "contexts": (3, 0, 5, 0), "padding": 2}
+MIXED = {"news": (3, 1, 0, 7, 1, 2), "contexts": (0, 9, 4, 5, 0, 2), "padding": 3}
+
+
+def _cases(operator: str, variants: dict[str, Arguments]) -> dict[str, Case]:
+    cases = {
+        f"{operator}, decode": Case(operator, **DECODE),
+        f"{operator}, mixed": Case(operator, **MIXED),
+        f"{operator}, decode, row of several": Case(operator, (0, 3, 0, 0, 1), (4, 9, 0, 1, 0), 1),
+        f"{operator}, nothing": Case(operator, (0, 0), (3, 0), 3),
+        f"{operator}, nobody": Case(operator, (), (), 2),
+        f"{operator}, half": Case(operator, **MIXED, dtype=torch.float16),
+        f"{operator}, bfloat16": Case(operator, **MIXED, dtype=torch.bfloat16),
+    }
+    return cases | {
+        f"{operator}, {name}": Case(operator, **MIXED, made=made) for name, made in variants.items()
+    }
+
+
+CASES: dict[str, Case] = {
+    **_cases(
+        "gated_delta_rule",
+        {
+            "several tiles": {"keys": 130, "width": 67, "heads": 2, "key_heads": 1},
+            "without l2norm": {"l2norm": False},
+            "decays that underflow": {"decay": 200.0},
+            "wide values": {"keys": 3, "width": 600, "heads": 1, "key_heads": 1},
+        },
+    ),
+    **_cases("kda", {"several tiles": {"keys": 130, "width": 67, "heads": 2}}),
+    **_cases("decayed_linear", {"several tiles": {"keys": 130, "width": 67, "heads": 2}}),
+    **_cases(
+        "ssd",
+        {
+            "limits": {"limits": (0.4, 0.9)},
+            "bare": {"skip": 0, "bias": False, "softplus": False},
+            "a skip per channel": {"skip": 2},
+            "several tiles": {"width": 70, "size": 130, "heads": 2, "groups": 1},
+            "steps from tiny to large": {"spread": 20.0},
+        },
+    ),
+    **_cases(
+        "selective_scan",
+        {
+            "bare": {"skip": None, "gate": False, "bias": False, "softplus": False},
+            "several tiles": {"channels": 300, "size": 16},
+        },
+    ),
+    "selective_scan, everything half": Case(
+        "selective_scan", **MIXED, dtype=torch.float16, made={"skip": torch.float16}
+    ),
+    **_cases(
+        "causal_conv",
+        {
+            "bare": {"bias": False, "activation": None},
+            "dilated": {"dilation": 3, "width": 3},
+            "one tap": {"width": 1},
+            "several blocks": {"channels": 300},
+            "half weight": {"weight_dtype": torch.float16},
+        },
+    ),
+    "causal_conv, long": Case("causal_conv", (70, 1, 40), (0, 3, 9)),
+    "causal_conv, half, float32 weight": Case(
+        "causal_conv", **MIXED, dtype=torch.float16, made={"weight_dtype": torch.float32}
+    ),
+    **_cases("causal_window", {"dilated": {"dilation": 3, "width": 3}, "one tap": {"width": 1}}),
+    "causal_window, long": Case("causal_window", (70, 1, 40), (0, 3, 9)),
+}
+
+
+def _late(x: Tensor) -> Tensor:
+    return x.roll(1, 0)
+
+
+MUTANTS: dict[str, tuple[str, Arguments]] = {
+    "delta, scale": ("gated_delta_rule, mixed", {"scale": 0.41}),
+    "delta, no norm": ("gated_delta_rule, mixed", {"qk_l2norm": False}),
+    "delta, decay a token late": ("gated_delta_rule, mixed", {"g": _late}),
+    "delta, beta a token late": ("gated_delta_rule, decode", {"beta": _late}),
+    "delta, key heads in turn": ("gated_delta_rule, mixed", {"k": lambda x: x.flip(1)}),
+    "kda, decay by head": ("kda, mixed", {"g": lambda x: x[..., 0].contiguous()}),
+    "linear, decays of other heads": ("decayed_linear, mixed", {"decay": _late}),
+    "ssd, no limits": ("ssd, limits", {"dt_min": 0.0, "dt_max": INFINITY}),
+    "ssd, no softplus": ("ssd, mixed", {"dt_softplus": False}),
+    "ssd, no bias": ("ssd, mixed", {"dt_bias": None}),
+    "ssd, no skip": ("ssd, mixed", {"D": None}),
+    "ssd, groups in turn": ("ssd, mixed", {"B": lambda x: x.flip(1)}),
+    "scan, no gate": ("selective_scan, mixed", {"z": None}),
+    "scan, a step late": ("selective_scan, mixed", {"dt": _late}),
+    "conv, no activation": ("causal_conv, mixed", {"activation": None}),
+    "conv, taps turned round": ("causal_conv, decode", {"weight": lambda x: x.flip(1)}),
+}
+"""Name -> case, and what the kernel alone is told wrongly."""
+
+for _operator in OPERATORS:
+    MUTANTS |= {
+        f"{_operator}, fresh taken for continued": (
+            f"{_operator}, mixed", {"context_lens": lambda x: x + 1}
+        ),
+        f"{_operator}, continued taken for fresh": (
+            f"{_operator}, decode", {"context_lens": torch.zeros_like}
+        ),
+        f"{_operator}, slots of others": (f"{_operator}, mixed", {"state_slots": _late}),
+        f"{_operator}, a token less": (
+            f"{_operator}, mixed", {"cu_seqlens": lambda x: (x - 1).clamp(min=0)}
+        ),
+        f"{_operator}, state not kept": (
+            f"{_operator}, mixed", {state_name(CASES[f"{_operator}, mixed"]): lambda x: x.clone()}
+        ),
+    }  # fmt: skip
+
+_LARGE = {"news": (3, 1), "contexts": (0, 4)}
+_DELTA_HEADS = {"keys": 128, "width": 128, "heads": 4}
+COMPILED: dict[str, Case] = {
+    "delta, bfloat16": Case("gated_delta_rule", **_LARGE, dtype=torch.bfloat16, made=_DELTA_HEADS),
+    "delta, float32": Case("gated_delta_rule", **_LARGE, made={"keys": 256, "width": 256}),
+    "kda, bfloat16": Case("kda", **_LARGE, dtype=torch.bfloat16, made=_DELTA_HEADS),
+    "linear, bfloat16": Case("decayed_linear", **_LARGE, dtype=torch.bfloat16, made=_DELTA_HEADS),
+    "ssd, bfloat16": Case("ssd", **_LARGE, dtype=torch.bfloat16, made={"width": 64, "size": 128}),
+    "ssd, float16, limits": Case("ssd", **_LARGE, dtype=torch.float16, made={"limits": (0.1, 0.2), "skip": 2}),
+    "scan, bfloat16": Case("selective_scan", **_LARGE, dtype=torch.bfloat16, made={"channels": 512, "size": 16}),
+    "scan, bare": Case("selective_scan", **_LARGE, made={"skip": None, "gate": False, "bias": False}),
+    "conv, bfloat16": Case("causal_conv", **_LARGE, dtype=torch.bfloat16, made={"channels": 512}),
+    "conv, decode": Case("causal_conv", (1, 1), (0, 4), dtype=torch.bfloat16, made={"channels": 512}),
+    "window": Case("causal_window", **_LARGE, dtype=torch.bfloat16, made={"channels": 512}),
+}  # fmt: skip
+
+
+def run(name: str, device: str) -> None:
+    """Check one of `CASES`."""
+    check(CASES[name], device=device)
+
+
+def run_mutant(name: str, device: str) -> None:
+    """Check that one of `MUTANTS` is noticed."""
+    case, changes = MUTANTS[name]
+    try:
+        check(CASES[case], device=device, **changes)
+    except AssertionError:
+        return
+    raise AssertionError(f"nothing noticed the mutant {name!r}")
+
+
+def run_past_2_31_elements(operator: str, device: str) -> None:
+    """Slots and rows that start beyond the reach of 32 bits (of memory that is never touched)."""
+    case = Case(operator, (1, 2), (3, 1))
+    arguments, name = make(case, device), state_name(case)
+    far = {
+        n: _far_apart(x) for n, x in arguments.items() if n == name or (n in PER_TOKEN and x is not None)
+    }  # fmt: skip
+    expected = form(operator, "triton")(**arguments)
+    out = form(operator, "triton")(**arguments | far)
+    assert torch.equal(out, expected)
+    assert torch.equal(far[name].nan_to_num(7.0), arguments[name].nan_to_num(7.0))
+
+
+def _far_apart(x: Tensor) -> Tensor:
+    """The same values, with more than 2^31 elements between the first row and the last."""
+    step = 2**31 // (len(x) - 1) + 64
+    storage = torch.empty(step * (len(x) - 1) + x[0].numel(), dtype=x.dtype, device=x.device)
+    return storage.as_strided(x.shape, (step, *x[0].contiguous().stride())).copy_(x)
+
+
+KERNELS = {
+    "recurrent.triton_delta": ("delta_kernel",),
+    "decayed_linear.triton": ("linear_kernel",),
+    "ssd.triton": ("ssd_kernel",),
+    "selective_scan.triton": ("selective_kernel",),
+    "causal_conv.triton": ("conv_kernel", "hand_on_kernel"),
+}
+
+
+def compile_kernels(case: Case) -> None:
+    """Compile for Hopper every kernel that the launcher would start."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    compiled = []
+
+    class Compiler:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.compile
+
+        def compile(self, *args: Any, **kwargs: Any) -> None:
+            names = self.kernel.arg_names
+            options = {n: kwargs.pop(n) for n in set(kwargs) - set(names)}
+            values = dict(zip(names, args)) | kwargs
+            constants: dict[tuple[int, ...], Any] = {}
+            hints: dict[tuple[int, ...], Any] = {}
+            signature = {
+                name: _describe(values[name], (i,), self.kernel.params[i].is_constexpr, constants, hints)
+                for i, name in enumerate(names)
+            }  # fmt: skip
+            source = ASTSource(self.kernel, signature, constants, hints)
+            code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert code.metadata.shared <= SHARED_MEMORY
+            compiled.append(code)
+
+    originals = []
+    for place, names in KERNELS.items():
+        module = importlib.import_module(f"regraft.kernels.{place}")
+        for name in names:
+            originals.append((module, name, getattr(module, name)))
+            setattr(module, name, Compiler(getattr(module, name)))
+    try:
+        form(case.operator, "triton")(**make(case))
+    finally:
+        for module, name, kernel in originals:
+            setattr(module, name, kernel)
+    assert compiled
+
+
+def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
+    """Everything to run, by name."""
+    if not interpreted:
+        yield from ((f"compiled: {n}", partial(compile_kernels, c)) for n, c in COMPILED.items())
+        return
+    yield from ((n, partial(run, n, "cpu")) for n in CASES)
+    yield from ((f"mutant: {n}", partial(run_mutant, n, "cpu")) for n in MUTANTS)
+    for operator in OPERATORS:
+        yield f"{operator}, past 2^31 elements", partial(run_past_2_31_elements, operator, "cpu")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name, call in outcomes(os.environ["TRITON_INTERPRET"] == "1"):
+        torch.manual_seed(0)
+        problem = ""
+        try:
+            call()
+        except Exception:  # noqa: BLE001  (reported, and the next one gets its turn)
+            problem = traceback.format_exc()
+        print(json.dumps([name, problem]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
