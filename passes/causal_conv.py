@@ -20,7 +20,7 @@ from torch import fx
 
 from regraft.kernels.causal_conv import causal_conv
 from regraft.kernels.causal_conv.schema import ACTIVATIONS
-from regraft.rewriter.graph import TOKENS, is_aten, shape_of
+from regraft.rewriter.graph import TOKENS, is_aten, named_arguments, shape_of
 from regraft.rewriter.leaves import is_leaf
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 
@@ -30,7 +30,6 @@ from .leaf_rows import (
     as_rows,
     bind_sizes,
     find_leaf,
-    named_arguments,
     own_state,
     replace_call,
     sequences,

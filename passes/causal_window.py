@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from regraft.kernels.causal_conv import causal_window
-from regraft.rewriter.graph import TOKENS, is_aten
+from regraft.rewriter.graph import TOKENS, is_aten, named_arguments
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 
 from .causal_conv import PADDINGS, pads_with_zeros
@@ -22,7 +22,6 @@ from .leaf_rows import (
     Sizes,
     as_rows,
     bind_sizes,
-    named_arguments,
     own_state,
     replace_call,
     sequences,

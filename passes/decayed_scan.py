@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from regraft.kernels.decayed_linear import decayed_linear
-from regraft.rewriter.graph import TOKENS, CapturedGraph, is_aten, shape_of
+from regraft.rewriter.graph import TOKENS, CapturedGraph, is_aten, named_arguments, shape_of
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.pipeline import GraphPass
 
@@ -26,7 +26,6 @@ from .leaf_rows import (
     Sizes,
     as_rows,
     bind_sizes,
-    named_arguments,
     own_state,
     replace_call,
     sequences,

@@ -49,14 +49,6 @@ def find_leaf(region: Region, name: str) -> Call | Declined:
     return Call(region, name, leaf_arguments(region.closer))
 
 
-def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of an operator's node by the names in its schema, defaults filled in."""
-    schema = node.target._schema.arguments
-    given = dict(zip([argument.name for argument in schema], node.args))
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
-    return {**defaults, **given, **node.kwargs}
-
-
 def bind_sizes(call: Call, layouts: Mapping[str, str]) -> Sizes | Declined:
     """Sizes by word, if every argument is laid out as said: rows as the region reads them, weights
     of no token.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -104,6 +104,15 @@ def is_aten(node: object, *names: str) -> bool:
         and target.namespace == "aten"
         and target._opname in names
     )
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operator's node by the names in its schema, defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = dict(zip([argument.name for argument in schema], node.args))
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    return {**defaults, **given, **node.kwargs}
 
 
 def describe(node: fx.Node) -> str:

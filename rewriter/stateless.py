@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from regraft.kernels.varlen import STATELESS, all_arguments
+from regraft.kernels.varlen import STATELESS
 
+from .graph import named_arguments
 from .pattern import Declined
 from .pipeline import Rewriting
 from .replay import METADATA, Replay
@@ -79,8 +80,9 @@ def _twin(node: fx.Node) -> Declined | None:
     twin = STATELESS.get(node.target._schema.name)
     if twin is None:
         return Declined("this operator has no form without a cache", node)
+    given = named_arguments(node)
     with node.graph.inserting_before(node):
-        call = node.graph.call_function(twin.operator, twin.arguments(node))
+        call = node.graph.call_function(twin.operator, tuple(given[name] for name in twin.names))
     call.meta.update(node.meta)
     node.replace_all_uses_with(call)
     node.graph.erase_node(node)
@@ -113,7 +115,7 @@ def _random(region: Replay) -> fx.Node | None:
         if not isinstance(target, torch._ops.OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in target.tags:
-            if all_arguments(node).get("dropout_p", 1.0) != 0.0:
+            if named_arguments(node).get("dropout_p", 1.0) != 0.0:
                 return node
     return None
 

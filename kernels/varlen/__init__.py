@@ -10,12 +10,11 @@ import regraft.kernels.experts.autograd  # noqa: F401 (it registers the gradient
 from .attention import varlen_attention
 from .own_gradient import enlist_backward, own_gradient
 from .stop import stop_gradient
-from .twins import STATELESS, Twin, all_arguments
+from .twins import STATELESS, Twin
 
 __all__ = [
     "STATELESS",
     "Twin",
-    "all_arguments",
     "enlist_backward",
     "own_gradient",
     "stop_gradient",

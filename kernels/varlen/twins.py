@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import fx
 
 from . import attention, recurrent  # noqa: F401 (they register the operators)
 
@@ -20,18 +18,6 @@ class Twin:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(argument.name for argument in self.operator._schema.arguments)
-
-    def arguments(self, call: fx.Node) -> tuple[Any, ...]:
-        """The twin's arguments, taken from a call of the stateful operator."""
-        given = all_arguments(call)
-        return tuple(given[name] for name in self.names)
-
-
-def all_arguments(call: fx.Node) -> dict[str, Any]:
-    """Every argument of an operator's call by name, defaults filled in."""
-    schema = call.target._schema.arguments
-    given = dict(zip((argument.name for argument in schema), call.args)) | dict(call.kwargs)
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
 STATELESS: dict[str, Twin] = {
