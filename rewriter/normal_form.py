@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .graph import TOKENS, is_aten
+from .sink_gates import spell_sink_gates
 
 aten = torch.ops.aten
 
@@ -45,6 +46,7 @@ def normalize(module: fx.GraphModule) -> None:
                 node.replace_all_uses_with(value)
                 graph.erase_node(node)
                 break
+    spell_sink_gates(graph)
     graph.eliminate_dead_code()
     graph.lint()
     module.recompile()
