@@ -5,7 +5,7 @@ program a (block of channels, sequence) does all of a decode step, the new windo
 of a longer row are shared out among several, which only read the old window: a second launch writes the new one.
 """
 
-# mypy: disable-error-code="no-untyped-def, misc"
+# mypy: disable-error-code="no-untyped-def, misc, assignment, unreachable"
 from __future__ import annotations
 
 from typing import Any
@@ -82,7 +82,7 @@ def _launch(
     common: dict[str, Any] = {
         "CHANNELS": channels,
         "KEPT": kept,
-        "BC": min(256, triton.next_power_of_2(channels)),
+        "BC": min(256 if decode_only else 128, triton.next_power_of_2(channels)),
         "BW": triton.next_power_of_2(max(1, kept)),
         "num_stages": 1,
         "enable_fp_fusion": True,
@@ -112,41 +112,110 @@ def conv_kernel(
     """
     c_C = tl.program_id(0) * BC + tl.arange(0, BC)
     is_in_C = c_C < CHANNELS
-    out_type: tl.constexpr = out_ptr.dtype.element_ty
+    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if HANDS_ON and DILATION == 1:
+        if end - start == 1:
+            one_token(
+                x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+                start.to(tl.int64), slot, context, c_C, is_in_C, CHANNELS, TAPS, SILU,
+            )  # fmt: skip
+        else:
+            several_tokens(
+                x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+                start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, HANDS_ON, BT, BW,
+            )  # fmt: skip
+    else:
+        several_tokens(
+            x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+            start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, HANDS_ON, BT, BW,
+        )  # fmt: skip
     zero_shared_rows_of_nobody(
         out_ptr, cu_seqlens_ptr, num_tokens, c_C, is_in_C, CHANNELS, STORED
     )  # fmt: skip
-    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+
+
+@triton.jit
+def several_tokens(
+    x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+    start, end, slot, context, c_C, is_in_C,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
+    HANDS_ON: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """A program's share of a sequence's tokens, BT a tile."""
+    t_T = tl.arange(0, BT)
     first, step = start + tl.program_id(1) * BT, tl.num_programs(1) * BT
-    token_T = (first + tl.arange(0, BT)).to(tl.int64)
+    token = first.to(tl.int64)
     for _ in range(first, end, step):
-        is_in_TC = (token_T < end)[:, None] & is_in_C[None, :]
-        to_TC = token_T[:, None] * CHANNELS + c_C[None, :]
-        sum_TC = tl.zeros([BT, BC], tl.float32)
+        is_in_TC = (token + t_T < end)[:, None] & is_in_C[None, :]
+        to_TC = t_T[:, None] * CHANNELS + c_C[None, :]
+        sum_TC = tl.zeros([BT, c_C.shape[0]], tl.float32)
         if bias_ptr is not None:
             bias_C = tl.load(bias_ptr + c_C * bias_by[0], mask=is_in_C, other=0.0)
             sum_TC += bias_C.to(tl.float32)[None, :]
         for j in tl.static_range(TAPS):
             tap_TC = load_inputs(
-                x_ptr, x_by, state_ptr, state_by, token_T - (TAPS - 1 - j) * DILATION, c_C, is_in_TC,
+                x_ptr, x_by, state_ptr, state_by, token, t_T - (TAPS - 1 - j) * DILATION, c_C, is_in_TC,
                 start, slot, context, KEPT,
             )  # fmt: skip
             if weight_ptr is None:
-                tl.store(out_ptr + to_TC * TAPS + j, tap_TC, mask=is_in_TC)
+                tl.store(
+                    out_ptr + token * (CHANNELS * TAPS) + to_TC * TAPS + j, tap_TC, mask=is_in_TC
+                )
             else:
                 factor_at = weight_ptr + c_C * weight_by[0] + j * weight_by[1]
                 factor_C = tl.load(factor_at, mask=is_in_C, other=0.0).to(tl.float32)
                 sum_TC += rounded(tap_TC, weight_ptr.dtype.element_ty) * factor_C[None, :]
         if weight_ptr is not None:
-            sum_TC = rounded(sum_TC, weight_ptr.dtype.element_ty)
-            if SILU:
-                sum_TC = rounded(sum_TC / (1.0 + tl.exp(-sum_TC)), weight_ptr.dtype.element_ty)
-            tl.store(out_ptr + to_TC, sum_TC.to(out_type), mask=is_in_TC)
-        token_T += step
+            sum_TC = activated(sum_TC, weight_ptr.dtype.element_ty, SILU)
+            to_TC = out_ptr + token * CHANNELS + to_TC
+            tl.store(to_TC, sum_TC.to(out_ptr.dtype.element_ty), mask=is_in_TC)
+        token += step
     if HANDS_ON:
         # Every thread has read the old window before one writes the new one.
         tl.debug_barrier()
         hand_on(x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW)
+
+
+@triton.jit
+def one_token(
+    x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+    token, slot, context, c_C, is_in_C, CHANNELS: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """A sequence's only new token, taps side by side: each but the first stays in the window, a place on."""
+    state_C = state_ptr + slot * state_by[0] + c_C * state_by[1]
+    is_own_C = c_C < tl.where(context > 0, CHANNELS, 0)
+    taps = ()
+    for j in tl.static_range(TAPS - 1):
+        # What another sequence left in the slot is not read: it may be NaN.
+        taps += (tl.load(state_C + j * state_by[2], mask=is_own_C, other=0.0),)
+    taps += (tl.load(x_ptr + token * x_by[0] + c_C * x_by[1], mask=is_in_C, other=0.0),)
+    if weight_ptr is None:
+        for j in tl.static_range(TAPS):
+            tl.store(out_ptr + (token * CHANNELS + c_C) * TAPS + j, taps[j], mask=is_in_C)
+    else:
+        sum_C = tl.zeros(c_C.shape, tl.float32)
+        if bias_ptr is not None:
+            sum_C += tl.load(bias_ptr + c_C * bias_by[0], mask=is_in_C, other=0.0).to(tl.float32)
+        for j in tl.static_range(TAPS):
+            factor_at = weight_ptr + c_C * weight_by[0] + j * weight_by[1]
+            factor_C = tl.load(factor_at, mask=is_in_C, other=0.0).to(tl.float32)
+            sum_C += rounded(taps[j], weight_ptr.dtype.element_ty) * factor_C
+        sum_C = activated(sum_C, weight_ptr.dtype.element_ty, SILU)
+        to_C = out_ptr + token * CHANNELS + c_C
+        tl.store(to_C, sum_C.to(out_ptr.dtype.element_ty), mask=is_in_C)
+    # Every thread has read the old window before one writes the new one.
+    tl.debug_barrier()
+    for j in tl.static_range(TAPS - 1):
+        tl.store(state_C + j * state_by[2], taps[j + 1], mask=is_in_C)
+
+
+@triton.jit
+def activated(x, dtype: tl.constexpr, SILU: tl.constexpr):
+    """`x`, or its silu, as computed in `dtype`; float32."""
+    x = rounded(x, dtype)
+    if SILU:
+        x = rounded(x / (1.0 + tl.exp(-x)), dtype)
+    return x
 
 
 @triton.jit
@@ -170,9 +239,8 @@ def hand_on(
     """Write the last KEPT inputs of a sequence that has new ones to its slot."""
     w_W = tl.arange(0, BW)
     is_in_WC = (w_W < tl.where(start < end, KEPT, 0))[:, None] & is_in_C[None, :]
-    last_W = (end - KEPT + w_W).to(tl.int64)
     x_WC = load_inputs(
-        x_ptr, x_by, state_ptr, state_by, last_W, c_C, is_in_WC, start, slot, context, KEPT
+        x_ptr, x_by, state_ptr, state_by, end.to(tl.int64), w_W - KEPT, c_C, is_in_WC, start, slot, context, KEPT
     )  # fmt: skip
     # A window shorter than it is long moves within the slot: it is read before any of it is written.
     tl.debug_barrier()
@@ -182,18 +250,23 @@ def hand_on(
 
 @triton.jit
 def load_inputs(
-    x_ptr, x_by, state_ptr, state_by, token_T, c_C, is_wanted_TC, start, slot, context, KEPT: tl.constexpr
+    x_ptr, x_by, state_ptr, state_by, token, t_T, c_C, is_wanted_TC, start, slot, context, KEPT: tl.constexpr
 ):  # fmt: skip
-    """Inputs [T, C] at rows `token_T` of a sequence; those before its first new token lie in its slot, oldest first."""
-    back_T = token_T - start
+    """Inputs [T, C] at rows `token` + `t_T` of a sequence; those before its first new token lie in its slot, oldest
+    first.
+    """
+    back_T = t_T + (token - start).to(tl.int32)
     is_new_T = back_T >= 0
-    x_at = x_ptr + token_T[:, None] * x_by[0] + c_C[None, :] * x_by[1]
+    x_at = x_ptr + ((token + t_T) * x_by[0])[:, None] + c_C[None, :] * x_by[1]
     new_TC = tl.load(x_at, mask=is_wanted_TC & is_new_T[:, None], other=0.0)
     state_at = state_ptr + slot * state_by[0] + (KEPT + back_T)[:, None] * state_by[2]
-    # What another sequence left in the slot is not read: it may be NaN.
-    is_old_TC = is_wanted_TC & (back_T < tl.where(context > 0, 0, -KEPT))[:, None]
-    old_TC = tl.load(state_at + c_C[None, :] * state_by[1], mask=is_old_TC, other=0.0)
-    return tl.where(is_new_T[:, None], new_TC, old_TC)
+    # Most tiles of a long row do not reach back to the slot.
+    # What another sequence left there is not read: it may be NaN.
+    if (tl.min(back_T, 0) < 0) & (context > 0):
+        is_old_TC = is_wanted_TC & (back_T < 0)[:, None]
+        old_TC = tl.load(state_at + c_C[None, :] * state_by[1], mask=is_old_TC, other=0.0)
+        new_TC = tl.where(is_new_T[:, None], new_TC, old_TC)
+    return new_TC
 
 
 @triton.jit

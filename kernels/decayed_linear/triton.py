@@ -1,4 +1,4 @@
-"""Linear attention with a constant decay on the GPU, token by token."""
+"""Linear attention with a constant decay on the GPU: token by token, and by chunks for longer sequences."""
 
 # mypy: disable-error-code="no-untyped-def, misc"
 from __future__ import annotations
@@ -10,6 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from regraft.kernels.recurrent.triton import own_sequence, state_tiles, zero_rows_of_nobody
+from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+
+CHUNKS = {"C": 32, "BV": 32, "num_warps": 8, "num_stages": 2}
+"""Tokens and values a tile of the chunked form."""
 
 
 def decayed_linear_triton(
@@ -32,19 +36,34 @@ def decayed_linear_triton(
     tiles = {"BV": block_v, "num_warps": warps} | options
     grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, decay, state)
+    common: dict[str, Any] = {
+        "operands": operands,
+        "strides": tuple(x.stride() for x in operands),
+        "out_ptr": out,
+        "cu_seqlens_ptr": cu_seqlens,
+        "context_lens_ptr": context_lens,
+        "state_slots_ptr": state_slots,
+        "K": q.shape[2],
+        "V": width,
+        "enable_fp_fusion": True,
+    }
+    by_chunks = pays_by_chunks(tokens, len(context_lens))
     linear_kernel[grid](
-        operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens,
-        K=q.shape[2], V=width, BK=block_k, num_stages=1, enable_fp_fusion=True, **tiles,
-    )  # fmt: skip
+        num_tokens=tokens, ONE_TOKEN=by_chunks, BK=block_k, num_stages=1, **common, **tiles
+    )
+    if by_chunks:
+        linear_chunk_kernel[(triton.cdiv(width, CHUNKS["BV"]), heads, len(context_lens))](
+            PRECISION=dot_precision(q.dtype), BK=max(16, block_k), **CHUNKS, **common
+        )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def linear_kernel(
     operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of BV values, head, sequence)."""
+    """One program a (tile of BV values, head, sequence). ONE_TOKEN leaves sequences with more to the chunks."""
     q_ptr, k_ptr, v_ptr, decay_ptr, state_ptr = operands
     q_by, k_by, v_by, decay_by, state_by = strides
     head = tl.program_id(1)
@@ -53,8 +72,9 @@ def linear_kernel(
     v_V = tl.program_id(0) * BV + tl.arange(0, BV)
     is_in_K, is_in_V = k_K < K, v_V < V
     at_V = head * V + v_V
-    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V)
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if ONE_TOKEN:
+        end = tl.where(end - start == 1, end, start)
     if start < end:
         cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
         cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
@@ -77,3 +97,42 @@ def linear_kernel(
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_in_V)
             row += 1
         tl.store(cells, state, mask=is_cell)
+    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V)
+
+
+@triton.jit
+def linear_chunk_kernel(
+    operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr,
+    PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile of BV values, head, sequence of several tokens)."""
+    q_ptr, k_ptr, v_ptr, decay_ptr, state_ptr = operands
+    q_by, k_by, v_by, decay_by, state_by = strides
+    head = tl.program_id(1)
+    row_size = tl.num_programs(1) * V
+    k_K, c_C = tl.arange(0, BK), tl.arange(0, C)
+    v_V = tl.program_id(0) * BV + tl.arange(0, BV)
+    is_in_K, is_in_V = k_K < K, v_V < V
+    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if end - start > 1:
+        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
+        cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
+        is_own = (k_K < tl.where(context > 0, K, 0))[:, None] & is_in_V[None, :]
+        state = tl.load(cells, mask=is_own, other=0.0)
+        decay = tl.load(decay_ptr + head * decay_by[0]).to(tl.float32)
+        row_C = (start + c_C).to(tl.int64)
+        for _ in range(start, end, C):
+            is_token_C = row_C < end
+            is_key_CK = is_token_C[:, None] & is_in_K[None, :]
+            is_value_CV = is_token_C[:, None] & is_in_V[None, :]
+            q_at = q_ptr + row_C[:, None] * q_by[0] + head * q_by[1] + k_K[None, :] * q_by[2]
+            k_at = k_ptr + row_C[:, None] * k_by[0] + head * k_by[1] + k_K[None, :] * k_by[2]
+            v_at = v_ptr + row_C[:, None] * v_by[0] + head * v_by[1] + v_V[None, :] * v_by[2]
+            q = tl.load(q_at, mask=is_key_CK, other=0.0).to(tl.float32)
+            k = tl.load(k_at, mask=is_key_CK, other=0.0).to(tl.float32)
+            v = tl.load(v_at, mask=is_value_CV, other=0.0).to(tl.float32)
+            out, state = linear_chunk(q, k, v, tl.where(is_token_C, decay, 0.0), state, PRECISION)
+            to = out_ptr + row_C[:, None] * row_size + head * V + v_V[None, :]
+            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_value_CV)
+            row_C += C
+        tl.store(cells, state, mask=is_in_K[:, None] & is_in_V[None, :])

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton import own_sequence, state_tiles, zero_rows_of_nobody
+from .triton_chunks import pays_by_chunks
+from .triton_delta_chunks import delta_chunks_triton
 
 
 def delta_rule_triton(
@@ -39,25 +41,30 @@ def delta_rule_triton(
     if not len(context_lens):
         return out.zero_()
     keys = q.shape[2]
-    block_k, block_v, warps = state_tiles(keys, width)
+    # Beside its part of the state a thread holds one of q, k and g: with 4096 numbers a warp, registers spill.
+    block_k, block_v, warps = state_tiles(keys, width, 2048)
     tiles = {"BV": block_v, "num_warps": warps} | options
     grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, g, beta, state)
+    by_chunks = pays_by_chunks(tokens, len(context_lens))
     delta_kernel[grid](
         operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens, scale,
-        BY_CHANNEL=g.dim() == 3, L2NORM=qk_l2norm, SHARE=heads // q.shape[1], K=keys, V=width, BK=block_k,
-        num_stages=1, enable_fp_fusion=True, **tiles,
+        ONE_TOKEN=by_chunks, BY_CHANNEL=g.dim() == 3, L2NORM=qk_l2norm, SHARE=heads // q.shape[1],
+        K=keys, V=width, BK=block_k, num_stages=1, enable_fp_fusion=True, **tiles,
     )  # fmt: skip
+    if by_chunks:
+        sequences = (cu_seqlens, context_lens, state_slots)
+        delta_chunks_triton(operands, out, sequences, scale, qk_l2norm)
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def delta_kernel(
     operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens, scale,
-    BY_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, SHARE: tl.constexpr,
+    ONE_TOKEN: tl.constexpr, BY_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, SHARE: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of BV values, value head, sequence)."""
+    """One program a (tile of BV values, value head, sequence). ONE_TOKEN leaves sequences with more to the chunks."""
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr = operands
     q_by, k_by, v_by, g_by, beta_by, state_by = strides
     head = tl.program_id(1)
@@ -67,8 +74,9 @@ def delta_kernel(
     v_V = tl.program_id(0) * BV + tl.arange(0, BV)
     is_in_K, is_in_V = k_K < K, v_V < V
     at_V = head * V + v_V
-    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V)
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if ONE_TOKEN:
+        end = tl.where(end - start == 1, end, start)
     if start < end:
         cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
         cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
@@ -104,3 +112,4 @@ def delta_kernel(
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_in_V)
             row += 1
         tl.store(cells, state, mask=is_cell)
+    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V)

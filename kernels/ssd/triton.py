@@ -1,4 +1,4 @@
-"""Mamba-2's scan on the GPU, token by token."""
+"""Mamba-2's scan on the GPU: token by token, and by chunks for longer sequences."""
 
 # mypy: disable-error-code="no-untyped-def, misc"
 from __future__ import annotations
@@ -13,10 +13,15 @@ from torch import Tensor
 from regraft.kernels.recurrent.triton import (
     optional_strides,
     own_sequence,
+    rounded,
     state_tiles,
     time_step,
     zero_rows_of_nobody,
 )
+from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+
+CHUNKS = {"C": 32, "BP": 32, "num_warps": 8, "num_stages": 2}
+"""Tokens and channels a tile of the chunked form."""
 
 
 def ssd_triton(
@@ -48,12 +53,33 @@ def ssd_triton(
         D = D if D.dim() == 2 else D[:, None].expand(heads, width)
     grid = (triton.cdiv(width, tiles["BP"]), heads, len(context_lens))
     operands = (x, dt, A, B, C, state)
+    common: dict[str, Any] = {
+        "operands": operands,
+        "strides": tuple(t.stride() for t in operands),
+        "d_ptr": D,
+        "d_by": optional_strides(D, 2),
+        "bias_ptr": dt_bias,
+        "bias_by": optional_strides(dt_bias, 1),
+        "out_ptr": out,
+        "cu_seqlens_ptr": cu_seqlens,
+        "context_lens_ptr": context_lens,
+        "state_slots_ptr": state_slots,
+        "dt_min": dt_min,
+        "dt_max": dt_max,
+        "SOFTPLUS": dt_softplus,
+        "SHARE": heads // B.shape[1],
+        "P": width,
+        "S": size,
+        "enable_fp_fusion": True,
+    }
+    by_chunks = pays_by_chunks(tokens, len(context_lens))
     ssd_kernel[grid](
-        operands, tuple(t.stride() for t in operands), D, optional_strides(D, 2), dt_bias,
-        optional_strides(dt_bias, 1), out, cu_seqlens, context_lens, state_slots, tokens, dt_min, dt_max,
-        SOFTPLUS=dt_softplus, SHARE=heads // B.shape[1], P=width, S=size, BS=block_s,
-        num_stages=1, enable_fp_fusion=True, **tiles,
-    )  # fmt: skip
+        num_tokens=tokens, ONE_TOKEN=by_chunks, BS=block_s, num_stages=1, **common, **tiles
+    )
+    if by_chunks:
+        ssd_chunk_kernel[(triton.cdiv(width, CHUNKS["BP"]), heads, len(context_lens))](
+            PRECISION=dot_precision(x.dtype), BS=max(16, block_s), **CHUNKS, **common
+        )
     return out
 
 
@@ -61,10 +87,10 @@ def ssd_triton(
 def ssd_kernel(
     operands, strides, d_ptr, d_by, bias_ptr, bias_by, out_ptr,
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens, dt_min, dt_max,
-    SOFTPLUS: tl.constexpr, SHARE: tl.constexpr,
+    SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr, SHARE: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (tile of BP channels, head, sequence)."""
+    """One program a (tile of BP channels, head, sequence). ONE_TOKEN leaves sequences with more to the chunks."""
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, state_ptr = operands
     x_by, dt_by, a_by, b_by, c_by, state_by = strides
     head = tl.program_id(1)
@@ -74,8 +100,9 @@ def ssd_kernel(
     s_S = tl.arange(0, BS)
     is_in_P, is_in_S = p_P < P, s_S < S
     at_P = head * P + p_P
-    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_P, is_in_P)
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if ONE_TOKEN:
+        end = tl.where(end - start == 1, end, start)
     if start < end:
         cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
         cells = cells + p_P[:, None] * state_by[2] + s_S[None, :] * state_by[3]
@@ -99,9 +126,8 @@ def ssd_kernel(
             x = tl.load(x_at, mask=is_in_P, other=0.0).to(tl.float32)
             b = tl.load(b_at, mask=is_in_S, other=0.0).to(tl.float32)
             c = tl.load(c_at, mask=is_in_S, other=0.0).to(tl.float32)
-            dt = limited_step(
-                dt_ptr + row * dt_by[0] + head * dt_by[1], bias, dt_min, dt_max, SOFTPLUS
-            )
+            dt = tl.load(dt_ptr + row * dt_by[0] + head * dt_by[1])
+            dt = limited_step(dt, bias, dt_min, dt_max, SOFTPLUS)
             state = state * tl.exp(a * dt) + (x * dt)[:, None] * b[None, :]
             out = tl.sum(state * c[None, :], 1)
             if d_ptr is not None:
@@ -109,12 +135,70 @@ def ssd_kernel(
             tl.store(out_ptr + row * row_size + at_P, out, mask=is_in_P)
             row += 1
         tl.store(cells, state, mask=is_cell)
+    zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_P, is_in_P)
+
+
+@triton.jit(do_not_specialize=["dt_min", "dt_max"])
+def ssd_chunk_kernel(
+    operands, strides, d_ptr, d_by, bias_ptr, bias_by, out_ptr,
+    cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, dt_min, dt_max,
+    SOFTPLUS: tl.constexpr, PRECISION: tl.constexpr, SHARE: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile of BP channels, head, sequence of several tokens). It holds the state as [S, P]."""
+    x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, state_ptr = operands
+    x_by, dt_by, a_by, b_by, c_by, state_by = strides
+    head = tl.program_id(1)
+    row_size = tl.num_programs(1) * P
+    group = head // SHARE
+    p_P = tl.program_id(0) * BP + tl.arange(0, BP)
+    s_S, t_T = tl.arange(0, BS), tl.arange(0, C)
+    is_in_P, is_in_S = p_P < P, s_S < S
+    start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
+    if end - start > 1:
+        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
+        cells = cells + p_P[None, :] * state_by[2] + s_S[:, None] * state_by[3]
+        is_own = (p_P < tl.where(context > 0, P, 0))[None, :] & is_in_S[:, None]
+        state = tl.load(cells, mask=is_own, other=0.0)
+        a = tl.load(a_ptr + head * a_by[0]).to(tl.float32)
+        bias = None
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + head * bias_by[0]).to(tl.float32)
+        skip_P = tl.zeros([BP], tl.float32)
+        if d_ptr is not None:
+            d_at = d_ptr + head * d_by[0] + p_P * d_by[1]
+            skip_P = tl.load(d_at, mask=is_in_P, other=0.0).to(tl.float32)
+        row_T = (start + t_T).to(tl.int64)
+        for _ in range(start, end, C):
+            is_token_T = row_T < end
+            is_channel_TP = is_token_T[:, None] & is_in_P[None, :]
+            is_state_TS = is_token_T[:, None] & is_in_S[None, :]
+            x_at = x_ptr + row_T[:, None] * x_by[0] + head * x_by[1] + p_P[None, :] * x_by[2]
+            b_at = b_ptr + row_T[:, None] * b_by[0] + group * b_by[1] + s_S[None, :] * b_by[2]
+            c_at = c_ptr + row_T[:, None] * c_by[0] + group * c_by[1] + s_S[None, :] * c_by[2]
+            x = tl.load(x_at, mask=is_channel_TP, other=0.0).to(tl.float32)
+            b = tl.load(b_at, mask=is_state_TS, other=0.0).to(tl.float32)
+            c = tl.load(c_at, mask=is_state_TS, other=0.0).to(tl.float32)
+            dt = tl.load(dt_ptr + row_T * dt_by[0] + head * dt_by[1], mask=is_token_T, other=0.0)
+            dt = limited_step(dt, bias, dt_min, dt_max, SOFTPLUS)
+            dt = tl.where(is_token_T, dt, 0.0)
+            out, state = linear_chunk(c, b, x * dt[:, None], a * dt, state, PRECISION)
+            if d_ptr is not None:
+                out += x * skip_P[None, :]
+            tl.store(
+                out_ptr + row_T[:, None] * row_size + head * P + p_P[None, :],
+                out,
+                mask=is_channel_TP,
+            )
+            row_T += C
+        tl.store(cells, state, mask=is_in_S[:, None] & is_in_P[None, :])
 
 
 @triton.jit
-def limited_step(dt_ptr, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr):
+def limited_step(dt, bias, dt_min, dt_max, SOFTPLUS: tl.constexpr):
     """`time_step` within its limits (a NaN stays one), rounded like it."""
-    dt = time_step(tl.load(dt_ptr), bias, SOFTPLUS)
+    dtype: tl.constexpr = dt.dtype
+    dt = time_step(dt, bias, SOFTPLUS)
     dt = tl.where(dt < dt_min, dt_min, dt)
     dt = tl.where(dt > dt_max, dt_max, dt)
-    return dt.to(dt_ptr.dtype.element_ty).to(tl.float32)
+    return rounded(dt, dtype)

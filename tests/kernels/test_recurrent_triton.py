@@ -4,10 +4,12 @@ where there is one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,50 +25,51 @@ from tests.tolerance import assert_close
 ROOT = Path(__file__).parents[2]
 
 
-def outcomes(folder: Path, interpreted: str) -> dict[str, str]:
+@functools.cache
+def outcomes(begin: str, interpreted: str) -> dict[str, str]:
     """Run `recurrent_triton` in a process of its own: name -> what went wrong."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": interpreted,
-        "TRITON_CACHE_DIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.recurrent_triton"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "TRITON_INTERPRET": interpreted,
+            "TRITON_CACHE_DIR": folder,
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.run(
+            [sys.executable, "-m", "tests.kernels.recurrent_triton", begin],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     assert process.returncode == 0, process.stderr
     return dict(json.loads(line) for line in process.stdout.splitlines())
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return outcomes(tmp_path_factory.mktemp("triton"), "1")
+def named(interpreted: bool) -> list[object]:
+    """A parameter for each name. One worker runs all of a process's cases: the process is started once."""
+    found = [name for name, _ in recurrent_triton.outcomes(interpreted)]
+    return [
+        pytest.param(
+            name, marks=pytest.mark.xdist_group(f"recurrent {interpreted} {begin_of(name)}")
+        )
+        for name in found
+    ]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return outcomes(tmp_path_factory.mktemp("triton"), "0")
+def begin_of(name: str) -> str:
+    """What the names of one process begin with: an operator, or "compiled"."""
+    return name.split(",")[0].split(":")[0]
 
 
-def names(interpreted: bool) -> list[str]:
-    return [name for name, _ in recurrent_triton.outcomes(interpreted)]
+@pytest.mark.parametrize("name", named(True))
+def test_interpreted(name: str) -> None:
+    assert outcomes(begin_of(name) + ",", "1")[name] == ""
 
 
-# One worker runs all of a process's cases: the process is started once.
-@pytest.mark.xdist_group("recurrent_interpreted")
-@pytest.mark.parametrize("name", names(True))
-def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
-    assert interpreted[name] == ""
-
-
-@pytest.mark.xdist_group("recurrent_compiled")
-@pytest.mark.parametrize("name", names(False))
-def test_compiles_without_a_gpu(name: str, compiled: dict[str, str]) -> None:
-    assert compiled[name] == ""
+@pytest.mark.parametrize("name", named(False))
+def test_compiles_without_a_gpu(name: str) -> None:
+    assert outcomes(begin_of(name), "0")[name] == ""
 
 
 @pytest.mark.gpu
@@ -81,7 +84,9 @@ def test_mutant_is_noticed_on_a_gpu(name: str) -> None:
     recurrent_triton.run_mutant(name, "cuda")
 
 
+# By one worker, one after the other: each takes much memory.
 @pytest.mark.gpu
+@pytest.mark.xdist_group("recurrent past 2^31 elements")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_past_2_31_elements_on_a_gpu(operator: str) -> None:
     recurrent_triton.run_past_2_31_elements(operator, "cuda")
