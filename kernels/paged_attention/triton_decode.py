@@ -9,6 +9,7 @@ import triton.language as tl
 from .triton_tile import (
     attend_history,
     attend_new,
+    attend_shared_history,
     empty_state,
     first_key,
     load_queries,
@@ -29,7 +30,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
     GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program a (key head and share of its heads, split, sequence).
 
@@ -37,7 +38,8 @@ def decode_kernel(
 
     Keys of this step are read from `k`, those before it from the pages, so no program reads what another writes.
     Split 0 takes this step's keys and writes them to the pages. A sequence with several new tokens is left to the
-    prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn.
+    prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn. With SHARED the
+    cached values are the main parts of the cached keys.
     """
     split, seq = tl.program_id(1), tl.program_id(2)
     g_M = tl.arange(0, M)
@@ -65,10 +67,18 @@ def decode_kernel(
         share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), num_splits))
         share = tl.cdiv(share, N) * N
         begin = first + split * share
-        state = attend_history(
-            state, q, queries, operands, strides, block_table_ptr + seq.to(tl.int64) * stride_table, kv_head,
-            begin, tl.minimum(context, begin + share), scale, SCORE, PAGE_SIZE, D, DV, N,
-        )  # fmt: skip
+        behind = tl.minimum(context, begin + share)
+        table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+        if SHARED:
+            state = attend_shared_history(
+                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                SCORE, PAGE_SIZE, D, N,
+            )  # fmt: skip
+        else:
+            state = attend_history(
+                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                SCORE, PAGE_SIZE, D, DV, N,
+            )  # fmt: skip
         token_1 = token + tl.arange(0, 1)
         is_writer_1 = tl.arange(0, 1) + split == 0
         write_rows(

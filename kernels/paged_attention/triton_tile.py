@@ -179,6 +179,20 @@ def attend(
     if D[2] > 0:
         s_MN += tl.dot(q[1], tl.trans(k[1]), input_precision="tf32x3")
     s_MN = shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE)
+    top_M, sum_M, p_MN, fade_M = weigh(top_M, sum_M, s_MN, scale, SCORE)
+    v = load_rows(v_rows[0], v_rows[1], valid_N, v_rows[2], DV)
+    p_MN = p_MN.to(v[0].dtype)
+    acc_main = acc_main * fade_M[:, None] + tl.dot(p_MN, v[0], input_precision="tf32x3")
+    if DV[2] > 0:
+        acc_rest = acc_rest * fade_M[:, None] + tl.dot(p_MN, v[1], input_precision="tf32x3")
+    else:
+        acc_rest = acc_main
+    return top_M, sum_M, (acc_main, acc_rest)
+
+
+@triton.jit
+def weigh(top_M, sum_M, s_MN, scale, SCORE: tl.constexpr):
+    """The running softmax with N more scores: maximum and sum, the scores' weights, what the old values fade by."""
     unit = 1.0
     if SCORE[3]:
         unit = scale * LOG2E
@@ -187,15 +201,7 @@ def attend(
     shift_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
     p_MN = tl.exp2(s_MN * unit - shift_M[:, None])
     fade_M = tl.exp2(top_M - shift_M)
-    sum_M = sum_M * fade_M + tl.sum(p_MN, 1)
-    v = load_rows(v_rows[0], v_rows[1], valid_N, v_rows[2], DV)
-    p_MN = p_MN.to(v[0].dtype)
-    acc_main = acc_main * fade_M[:, None] + tl.dot(p_MN, v[0], input_precision="tf32x3")
-    if DV[2] > 0:
-        acc_rest = acc_rest * fade_M[:, None] + tl.dot(p_MN, v[1], input_precision="tf32x3")
-    else:
-        acc_rest = acc_main
-    return new_top_M, sum_M, (acc_main, acc_rest)
+    return new_top_M, sum_M * fade_M + tl.sum(p_MN, 1), p_MN, fade_M
 
 
 @triton.jit
@@ -222,6 +228,34 @@ def attend_history(
             scale, SCORE, D, DV,
         )  # fmt: skip
     return state
+
+
+@triton.jit
+def attend_shared_history(
+    state, q, queries, operands, strides, table_ptr, kv_head, begin, end, scale,
+    SCORE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """`attend_history` where a value is the main part of its key: a row is read once for both products.
+
+    Products with the keys as their rows would fill a tensor core's better where heads are few, but Triton 3.6 made
+    wrong results of them on an H200.
+    """
+    k_page, k_slot, k_head, k_element = strides[3]
+    top_M, sum_M, acc = state
+    acc_main = acc[0]
+    for n in range(begin, end, N):
+        pos_N = n + tl.arange(0, N)
+        valid_N = pos_N < end
+        page_N = tl.load(table_ptr + pos_N // PAGE_SIZE, mask=valid_N).to(tl.int64)
+        k_N = page_N * k_page + pos_N % PAGE_SIZE * k_slot + kv_head * k_head
+        k = load_rows(operands[3], k_N, valid_N, k_element, D)
+        s_MN = tl.dot(q[0], tl.trans(k[0]))
+        if D[2] > 0:
+            s_MN += tl.dot(q[1], tl.trans(k[1]))
+        s_MN = shape_scores(s_MN, queries, pos_N, valid_N, scale, SCORE)
+        top_M, sum_M, p_MN, fade_M = weigh(top_M, sum_M, s_MN, scale, SCORE)
+        acc_main = acc_main * fade_M[:, None] + tl.dot(p_MN.to(k[0].dtype), k[0])
+    return top_M, sum_M, (acc_main, acc_main)
 
 
 @triton.jit

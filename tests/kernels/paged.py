@@ -38,6 +38,8 @@ class Case:
     scale: float = 0.4
     consecutive: bool = False
     dtype: torch.dtype = torch.float32
+    shared: bool = False
+    """Whether a value is the first part of its key, in this step's rows and in the cache."""
 
     @property
     def scoring(self) -> dict[str, Any]:
@@ -93,7 +95,11 @@ def make(case: Case, device: str = "cpu") -> dict[str, Any]:
         if case.reach
         else None,
     }
-    return {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    arguments = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    if case.shared:
+        arguments["v"] = arguments["k"][..., : case.v_width]
+        arguments["v_cache"] = arguments["k_cache"][..., : case.v_width]
+    return arguments
 
 
 def first_seen(case: Case, pos: int) -> int:
@@ -105,7 +111,10 @@ def first_seen(case: Case, pos: int) -> int:
 
 def copied(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with caches of their own."""
-    return {n: x.clone() if n.endswith("_cache") else x for n, x in arguments.items()}
+    k_cache, v_cache = arguments["k_cache"].clone(), arguments["v_cache"]
+    is_shared = v_cache.data_ptr() == arguments["k_cache"].data_ptr()
+    v_cache = k_cache[..., : v_cache.shape[3]] if is_shared else v_cache.clone()
+    return arguments | {"k_cache": k_cache, "v_cache": v_cache}
 
 
 def check(case: Case, attention: Attention, device: str = "cpu", **changes: Any) -> None:

@@ -68,6 +68,33 @@ CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "width 96 and 80": (Case((3, 1), (5, 8), width=96, v_width=80), {}),
     "width 192 and 128": (Case((3, 1), (5, 8), width=192, v_width=128), {}),
     "width 576 and 512": (Case((3, 1), (5, 8), width=576, v_width=512, kv_heads=1, scale=0.05), {}),
+    "shared, few heads": (
+        Case((1, 0, 1, 1), (70, 4, 0, 9), 5, 1, 192, 128, dtype=torch.float16, shared=True),
+        {},
+    ),
+    "shared, many heads, split": (
+        Case((1, 1), (150, 3), 70, 1, 192, 128, padding=1, dtype=torch.float16, shared=True),
+        {"splits": 2, "min_split": 4},
+    ),
+    "shared, mixed": (
+        Case((3, 1), (5, 70), 18, 1, 192, 128, dtype=torch.float16, shared=True, sinks=True),
+        {},
+    ),
+    "shared, window": (
+        Case(
+            (1, 1),
+            (90, 5),
+            3,
+            1,
+            128,
+            128,
+            window=70,
+            softcap=2.0,
+            dtype=torch.float16,
+            shared=True,
+        ),
+        {"splits": 2, "min_split": 4},
+    ),
     "half": (Case((3, 1), (5, 28), width=40, v_width=24, dtype=torch.float16), {}),
     "half, split": (Case((1, 1), (5, 90), dtype=torch.float16), {"splits": 2, "min_split": 4}),
 }
@@ -81,6 +108,10 @@ MUTANTS: dict[str, tuple[Case, dict[str, Any]]] = {
     "sinks off": (CASES["mixed, everything"][0], {"sinks": None}),
     "rel_bias a step late": (CASES["mixed, everything"][0], {"rel_bias": lambda x: x.roll(1, 2)}),
     "written a row late": (CASES["mixed"][0], {"slot_mapping": lambda x: x.roll(1)}),
+    "shared, another's pages": (
+        CASES["shared, few heads"][0],
+        {"block_table": lambda x: x.roll(1, 0)},
+    ),
     "context one less": (CASES["decode"][0], {"context_lens": lambda x: (x - 1).clamp(min=0)}),
 }
 """Name -> case, and what the kernel alone is told wrongly."""
@@ -90,6 +121,12 @@ COMPILED: dict[str, Case] = {
     "bfloat16, 128, long": Case((1030, 1030), (5, 8), 32, 8, 128, 128, 16, dtype=torch.bfloat16),
     "bfloat16, 576 and 512": Case(
         (3, 1), (5, 8), 16, 1, 576, 512, 16, window=9, dtype=torch.bfloat16
+    ),
+    "bfloat16, 576 and 512, shared": Case(
+        (1, 1), (5, 8), 16, 1, 576, 512, 16, dtype=torch.bfloat16, shared=True
+    ),
+    "bfloat16, 576 and 512, 128 heads, shared": Case(
+        (1, 1), (5, 8), 128, 1, 576, 512, 16, dtype=torch.bfloat16, shared=True
     ),
     "float32, 576 and 512": Case((3, 1), (5, 8), 16, 1, 576, 512, 16),
     "float16, 96 and 80, everything": Case(
