@@ -19,6 +19,7 @@ from torch import fx
 import regraft.kernels.paged_attention  # noqa: F401 (registers the operator)
 from regraft.rewriter.attention_core import Core, Layout, find_core
 from regraft.rewriter.attention_rows import Rows, find_rows, without_repeats
+from regraft.rewriter.declare import EVERYTHING, Reach
 from regraft.rewriter.formulas import Cell
 from regraft.rewriter.graph import TOKENS
 from regraft.rewriter.indexing import Element
@@ -208,6 +209,7 @@ def _distance_rows(score: Score, core: Core) -> Rows | Declined | None:
 def rewrite(plan: Plan, grafting: Grafting) -> None:
     """Rows of q, k and v into paged_attention, its rows back into the closer's layout."""
     score, relation = plan.score, plan.score.relation
+    reach = reach_of(plan)
     q, k, v = (as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value))
     key = plan.key
     if plan.token_sinks is not None:
@@ -220,10 +222,10 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         q,
         k,
         v,
-        row_pool("k", key, grafting),
-        row_pool("v", plan.value, grafting),
+        row_pool("k", key, grafting, reach),
+        row_pool("v", plan.value, grafting, reach),
         *(
-            grafting.sequence(n)
+            grafting.sequence(n, reach)
             for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
         ),
         score.scale,
@@ -280,8 +282,13 @@ def _distance_bias(plan: Plan, grafting: Grafting) -> fx.Node | None:
     return grafting.call(aten.mul.Tensor, entries, factor, shape=shape, dtype=torch.float32)
 
 
-def row_pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
-    """The cache of these rows; layers that read the same rows share one."""
+def reach_of(plan: Plan) -> Reach:
+    """How far back this attention reads rows."""
+    return Reach(plan.score.relation.window, plan.score.relation.chunk)
+
+
+def row_pool(name: str, rows: Rows, grafting: Grafting, reach: Reach = EVERYTHING) -> fx.Node:
+    """The cache of these rows; layers that read the same rows equally far back share one."""
     key = (
         name,
         rows.token_dim,
@@ -290,11 +297,13 @@ def row_pool(name: str, rows: Rows, grafting: Grafting) -> fx.Node:
         rows.heads,
         rows.width,
         rows.stride,
+        reach,
     )
     pools = rows.node.meta.setdefault("row_pools", {})
     if key in pools:
         return grafting.inputs[pools[key]]
-    pool = grafting.row_pool(unused_label(name, grafting), (rows.heads, rows.width), rows.dtype)
+    label, shape = unused_label(name, grafting), (rows.heads, rows.width)
+    pool = grafting.row_pool(label, shape, rows.dtype, reach)
     pools[key] = grafting.row_specs[-1].name
     return pool
 

@@ -19,9 +19,17 @@ from torch import fx
 
 import regraft.kernels.latent_attention  # noqa: F401 (registers the operator)
 from regraft.passes.attention import Plan as Attention
-from regraft.passes.attention import as_result, as_rows, as_vector, read_plan, unused_label
+from regraft.passes.attention import (
+    as_result,
+    as_rows,
+    as_vector,
+    reach_of,
+    read_plan,
+    unused_label,
+)
 from regraft.rewriter.attention_core import Core, find_core
 from regraft.rewriter.attention_rows import Rows, find_rows
+from regraft.rewriter.declare import EVERYTHING, Reach
 from regraft.rewriter.graph import TOKENS, is_aten, shape_of
 from regraft.rewriter.indexing import Element, branches, trace
 from regraft.rewriter.integers import ZERO, Expr, Index
@@ -223,11 +231,12 @@ def _shared(piece: Piece, token: Index, h: Index) -> Rows | Declined:
 def rewrite(found: Latent, grafting: Grafting) -> None:
     """Rows (c, r) into latent_attention, its values back into the closer's layout."""
     attention = found.attention
+    reach = reach_of(attention)
     attended = grafting.call(
         torch.ops.regraft.latent_attention.default,
-        *operands(found, grafting),
+        *operands(found, grafting, reach),
         *(
-            grafting.sequence(n)
+            grafting.sequence(n, reach)
             for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
         ),
         *starts_and_masks(found, grafting),
@@ -239,7 +248,7 @@ def rewrite(found: Latent, grafting: Grafting) -> None:
     grafting.notes.append(saving(found))
 
 
-def operands(found: Latent, grafting: Grafting) -> tuple[fx.Node, ...]:
+def operands(found: Latent, grafting: Grafting, reach: Reach = EVERYTHING) -> tuple[fx.Node, ...]:
     """q, rows, w_k, w_v and the cache of the rows."""
     heads, source, shared = found.attention.query.heads, found.keys.source, found.shared
     dtype, rank = source.meta["dtype"], _rank(found)
@@ -254,18 +263,19 @@ def operands(found: Latent, grafting: Grafting) -> tuple[fx.Node, ...]:
         row,
         _heads(found.keys, heads, grafting),
         _heads(found.values, heads, grafting),
-        _pool(found, width, grafting),
+        _pool(found, width, grafting, reach),
     )
 
 
-def _pool(found: Latent, width: int, grafting: Grafting) -> fx.Node:
+def _pool(found: Latent, width: int, grafting: Grafting, reach: Reach) -> fx.Node:
     """The cache of these rows; layers that read the same rows, each by maps of its own, share one."""
-    key = None if found.shared is None else (found.shared.node.name, found.shared.heads_dim)
+    shared = None if found.shared is None else (found.shared.node.name, found.shared.heads_dim)
+    key = shared, reach
     pools = found.keys.source.meta.setdefault("latent_pools", {})
     if key in pools:
         return grafting.inputs[pools[key]]
     dtype = found.keys.source.meta["dtype"]
-    pool = grafting.row_pool(unused_label("latent", grafting), (width,), dtype)
+    pool = grafting.row_pool(unused_label("latent", grafting), (width,), dtype, reach)
     pools[key] = grafting.row_specs[-1].name
     return pool
 

@@ -7,9 +7,12 @@ alone and knows no model.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from regraft.kernels.paged_attention.spans import first_key
 
 SEQUENCE_FIELDS = (
     "cu_seqlens",
@@ -21,22 +24,66 @@ SEQUENCE_FIELDS = (
 )
 """Names of the metadata tensors that a rewritten graph may take (see runtime/batch.py for shapes and dtypes)."""
 
+PAGED_FIELDS = ("block_table", "slot_mapping")
+"""Those of them that say where rows are: one of each for every reach that rows have, see `field_of`."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How far back the rows of earlier tokens are read: as `window` and `chunk` of paged attention, 0 for no limit.
+
+    A row that no token still to come can read need not be kept.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def size(self) -> int:
+        """Most tokens whose rows one token reads, its own among them; 0 if any number."""
+        return min((size for size in (self.window, self.chunk) if size), default=0)
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position`, or any behind it, reads."""
+        return first_key(position, self.window, self.chunk)
+
+    def __str__(self) -> str:
+        limits = {"window": self.window, "chunk": self.chunk}
+        return ", ".join(f"{name} {size}" for name, size in limits.items() if size) or "all"
+
+
+EVERYTHING = Reach()
+"""That of rows which are read back to the start of their sequence."""
+
+
+def field_of(name: str, reach: Reach) -> str:
+    """The name of a metadata tensor for rows of this reach: "block_table", "block_table of window 4096"."""
+    return f"{name} of {reach}" if name in PAGED_FIELDS and reach.size else name
+
 
 @dataclass(frozen=True)
 class RowSpec:
     """One cache row per token: pool tensor `[num_pages, page_size, *shape]` of `dtype`.
 
     `name` is unique in the model: module path, a colon, and the operator's name for it ("model.layers.3.self_attn:k").
+    Rows of one `reach` share pages.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    reach: Reach = EVERYTHING
 
     @property
     def num_bytes(self) -> int:
         """Bytes per token."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def reaches_of(rows: Iterable[RowSpec]) -> tuple[Reach, ...]:
+    """The reaches that rows have, each once, the farthest first; all there is for no rows."""
+    found = {row.reach for row in rows} or {EVERYTHING}
+    return tuple(sorted(found, key=lambda reach: (reach.size > 0, -reach.size, reach.window)))
 
 
 @dataclass(frozen=True)

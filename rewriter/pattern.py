@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .declare import RowSpec, StateSpec
+from .declare import EVERYTHING, Reach, RowSpec, StateSpec, field_of
 from .graph import CapturedGraph, Size, describe
 
 
@@ -85,13 +85,15 @@ class Grafting:
     replaced: dict[fx.Node, fx.Node] = field(default_factory=dict)
     made: list[fx.Node] = field(default_factory=list)
 
-    def sequence(self, name: str) -> fx.Node:
-        """The placeholder of one metadata tensor (see declare.SEQUENCE_FIELDS)."""
-        return self._input(name)
+    def sequence(self, name: str, reach: Reach = EVERYTHING) -> fx.Node:
+        """The placeholder of one metadata tensor (see declare.SEQUENCE_FIELDS), as it is for rows of this reach."""
+        return self._input(field_of(name, reach))
 
-    def row_pool(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
-        """Declare a row per token and get the placeholder of its pool."""
-        spec = RowSpec(f"{self.region.path}:{name}", tuple(shape), dtype)
+    def row_pool(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reach: Reach = EVERYTHING
+    ) -> fx.Node:
+        """Declare a row per token, never read beyond its reach, and get the placeholder of its pool."""
+        spec = RowSpec(f"{self.region.path}:{name}", tuple(shape), dtype, reach)
         self.row_specs.append(spec)
         return self._input(spec.name)
 

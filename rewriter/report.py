@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,9 @@ class RewriteReport:
     num_nodes: int
     seconds: float = 0.0
     max_positions: int | None = None
+    bytes_in_reach: dict[str, int] = field(default_factory=dict)
+    """By how far back rows are read ("window 4096"): the bytes of so many tokens' rows, which is what a request of any
+    length keeps of them, but for parts of pages and what is new in a step."""
     validation: Any = None
     notes: list[str] = field(default_factory=list)
 
@@ -157,8 +161,16 @@ def make_report(
     return RewriteReport(
         model, [LayerReport.of(served) for served in layers], dict(expected), dict(found), passes, str(state.proof),
         sum(spec.num_bytes for spec in rows.values()), sum(spec.num_bytes for spec in states.values()),
-        len(state.graph.nodes), seconds, max_positions,
+        len(state.graph.nodes), seconds, max_positions, _bytes_in_reach(rows.values()),
     )  # fmt: skip
+
+
+def _bytes_in_reach(rows: Iterable[RowSpec]) -> dict[str, int]:
+    totals: Counter[str] = Counter()
+    for row in rows:
+        if row.reach.size:
+            totals[str(row.reach)] += row.reach.size * row.num_bytes
+    return dict(totals)
 
 
 def _kind_of(region: Region) -> str:

@@ -95,6 +95,10 @@ def _facts(report: RewriteReport) -> list[str]:
         f"  proof       {report.proof}",
         f"  cache       {report.bytes_per_token:,} bytes per token, {report.bytes_per_request:,} bytes per request",
     ]
+    lines += [
+        f"              of rows that are read within {reach}, a request keeps {size:,} bytes at most"
+        for reach, size in report.bytes_in_reach.items()
+    ]
     if report.validation is not None:
         lines.append(f"  validation  {report.validation}")
     steps = ", ".join(

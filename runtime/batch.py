@@ -7,6 +7,7 @@ N tokens in the row, R sequences in it, S rows whose logits are wanted:
     context_lens             [R]    int32  tokens of the sequence cached before this step
     block_table              [R, P] int32  its pages; unused entries 0
     slot_mapping             [N]    int64  page * page_size + offset of each new token's rows
+                                           these two once for each reach that rows have, by `declare.field_of`
     state_slots              [R]    int64  its slot in the state pools
     extents                  [R]    int64  length of the request that the rows are computed for
     logits_rows              [S]    int64  indices in the row; never empty
@@ -21,6 +22,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from regraft.rewriter.declare import Reach, field_of
 
 from .pages import BlockTables
 from .request import Request, Span
@@ -48,9 +51,9 @@ class Batch:
 
 
 def build_batch(
-    spans: Sequence[Span], tables: BlockTables, page_size: int, min_tokens: int
+    spans: Sequence[Span], tables: Mapping[Reach, BlockTables], page_size: int, min_tokens: int
 ) -> Batch:
-    """Packs spans, in their order, into one row of at least `min_tokens` tokens.
+    """Packs spans, in their order, into one row of at least `min_tokens` tokens. `tables` are by the reach of rows.
 
     A shorter row is filled up with a sequence of its own: zeros in the scratch page and slot.
     """
@@ -67,18 +70,21 @@ def build_batch(
 
     positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], counts)
     width = 1 + int(positions.max()) // page_size if page_size else 1
-    tables.widen(width)
     arrays: dict[str, npt.NDArray[Any]] = {
         "input_ids": _row([t for s in spans for t in s.request.tokens[s.start : s.end]]),
         "position_ids": _row(positions),
         "cu_seqlens": cu_seqlens.astype(np.int32),
         "context_lens": starts.astype(np.int32),
-        "block_table": tables.array[slots, :width],
-        "slot_mapping": _slot_mapping(tables, np.repeat(slots, counts), positions, page_size),
         "state_slots": slots,
         "extents": _array([len(request.tokens) for request in requests]),
         "logits_rows": _logits_rows(cu_seqlens, logits),
     }
+    owners = np.repeat(slots, counts)
+    for reach, table in tables.items():
+        table.widen(width)
+        places = _slot_mapping(table, owners, positions, page_size)
+        arrays[field_of("block_table", reach)] = table.array[slots, :width]
+        arrays[field_of("slot_mapping", reach)] = places
     return Batch(arrays, sum(logits))
 
 
@@ -91,11 +97,17 @@ def pad(arrays: Mapping[str, npt.NDArray[Any]], least: int) -> dict[str, npt.NDA
     padded = {**arrays, "cu_seqlens": np.pad(arrays["cu_seqlens"], (0, missing), mode="edge")}
     for name in ("context_lens", "state_slots", "extents"):
         padded[name] = np.pad(arrays[name], (0, missing))
-    pages = max(0, least - arrays["block_table"].shape[1])
-    padded["block_table"] = np.pad(arrays["block_table"], ((0, missing), (0, pages)))
+    for name in filter(is_block_table, arrays):
+        pages = max(0, least - arrays[name].shape[1])
+        padded[name] = np.pad(arrays[name], ((0, missing), (0, pages)))
     rows = arrays["logits_rows"]
     padded["logits_rows"] = np.pad(rows, (0, max(0, least - len(rows))))
     return padded
+
+
+def is_block_table(name: str) -> bool:
+    """Whether a tensor of a step is a block table, of rows of whatever reach."""
+    return name.startswith("block_table")
 
 
 def _slot_mapping(tables: BlockTables, slots: Array, positions: Array, page_size: int) -> Array:

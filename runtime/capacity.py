@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from regraft.rewriter.declare import Reach, reaches_of
+
 from .config import EngineConfig
+from .page_groups import most_pages
 from .runner import RewrittenModel
 
 _CPU_SHARE = 0.25
@@ -19,33 +23,43 @@ _ACCELERATOR_SHARE = 0.85
 class Capacity:
     """Sizes of the pools, scratch page and scratch slot included.
 
-    `page_size` is 0 for a model that declares no rows: it needs no pages.
+    `pages` are those of each pool of rows, by the rows' reach. `page_size` is 0 for a model that declares no rows: it
+    needs no pages.
     """
 
-    num_pages: int
+    pages: Mapping[Reach, int]
     page_size: int
     num_slots: int
     num_checkpoints: int = 0
     """Slots of the state pools, behind the others, that keep copies of states for the prefix cache."""
 
-    @property
-    def max_tokens(self) -> int | None:
-        """The longest request whose rows fit (tokens); None if nothing limits it."""
-        return (self.num_pages - 1) * self.page_size if self.page_size else None
+    def max_tokens(self, max_batch_tokens: int) -> int | None:
+        """The longest request that fits, in steps of at most `max_batch_tokens`; None if nothing limits it.
+
+        Rows of a bounded reach limit nothing if what one step of a request reads and writes of them fits.
+        """
+        limits = [
+            (pages - 1) * self.page_size
+            for reach, pages in self.pages.items()
+            if not reach.size or pages - 1 < most_pages(reach, max_batch_tokens, self.page_size)
+        ]
+        return min(limits, default=None) if self.page_size else None
 
 
 def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     """Sizes the pools of `model`. ValueError if the memory is too small for one page."""
-    row_bytes = sum(row.num_bytes for row in model.rows)
+    row_bytes = _row_bytes(model)
+    token_bytes = sum(row_bytes.values())
     state_bytes = sum(state.num_bytes for state in model.states)
     page_size = config.page_size if model.rows else 0
     checkpoints = _most_checkpoints(config) if state_bytes else 0
     if config.cache_tokens is not None:
         num_pages = 1 + -(-config.cache_tokens // page_size) if page_size else 1
-        return Capacity(num_pages, page_size, 1 + config.max_requests, checkpoints)
+        pages = _pages_by_reach(num_pages, row_bytes, config)
+        return Capacity(pages, page_size, 1 + config.max_requests, checkpoints)
     budget = _budget(config, model.device)
     # States of recurrent models are large: they may take half of what they share with rows.
-    share = budget // 2 if row_bytes else budget
+    share = budget // 2 if token_bytes else budget
     num_slots = 1 + config.max_requests
     if state_bytes:
         # Of that, checkpoints may take half, and what requests leave.
@@ -55,16 +69,56 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     num_pages = 1
     if page_size:
         states = (num_slots + checkpoints) * state_bytes
-        num_pages = (budget - states) // (row_bytes * page_size)
+        num_pages = _most_pages(budget - states, row_bytes, config)
         if model.max_positions is not None:
             longest = -(-model.max_positions // page_size)
             num_pages = min(num_pages, 1 + config.max_requests * longest)
     if num_slots < 2 or (page_size and num_pages < 2):
         raise ValueError(
-            f"{budget} bytes hold no request (a token takes {row_bytes} bytes, a request "
+            f"{budget} bytes hold no request (a token takes {token_bytes} bytes, a request "
             f"{state_bytes} more): raise memory_fraction={config.memory_fraction} or free memory"
         )
-    return Capacity(num_pages, page_size, num_slots, checkpoints)
+    pages = _pages_by_reach(num_pages, row_bytes, config)
+    return Capacity(pages, page_size, num_slots, checkpoints)
+
+
+def _row_bytes(model: RewrittenModel) -> dict[Reach, int]:
+    """Bytes per token of the rows of each reach."""
+    return {
+        reach: sum(row.num_bytes for row in model.rows if row.reach == reach)
+        for reach in reaches_of(model.rows)
+    }
+
+
+def _pages_by_reach(
+    num_pages: int, row_bytes: Mapping[Reach, int], config: EngineConfig
+) -> dict[Reach, int]:
+    """Pages of each pool where there are `num_pages` for rows that reach back to the start.
+
+    No more for a bounded reach than all requests together can hold; with a prefix cache as many again, to be kept.
+    """
+    pages = dict.fromkeys(row_bytes, num_pages)
+    for reach in row_bytes:
+        if reach.size and num_pages > 1:
+            size = config.page_size
+            a_request = most_pages(reach, 1, size) + 1
+            most = config.max_requests * a_request + -(-config.max_batch_tokens // size)
+            pages[reach] = min(num_pages, 1 + most * (2 if config.prefix_cache else 1))
+    return pages
+
+
+def _most_pages(budget: int, row_bytes: Mapping[Reach, int], config: EngineConfig) -> int:
+    """The largest number of pages, for rows that reach back to the start, with which all pools fit into the budget."""
+
+    def fits(num_pages: int) -> bool:
+        pages = _pages_by_reach(num_pages, row_bytes, config)
+        return sum(pages[reach] * row_bytes[reach] for reach in pages) * config.page_size <= budget
+
+    low, high = 0, 1 + max(0, budget) // (config.page_size * min(row_bytes.values()))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _most_checkpoints(config: EngineConfig) -> int:

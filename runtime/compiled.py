@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
-from regraft.rewriter.declare import RowSpec, StateSpec
+from regraft.rewriter.declare import PAGED_FIELDS, RowSpec, StateSpec, field_of, reaches_of
 
 from .program import Body, Program
 
@@ -95,10 +95,7 @@ class CompiledProgram:
     def _warm_up(self, model: GraphModel, pools: Mapping[str, torch.Tensor]) -> None:
         page_size = next((pools[row.name].shape[1] for row in model.rows), 1)
         taken = {size for pool in pools.values() for size in pool.shape[:1]}
-        batches = [
-            {**_scratch(sizes, page_size, model.min_tokens, taken, model.device), **pools}
-            for sizes in _SIZES
-        ]
+        batches = [{**_scratch(sizes, page_size, model, taken), **pools} for sizes in _SIZES]
         varying = self._varying(batches)
         self._add_pools(varying, pools)
         self._mark(batches[0], varying)
@@ -165,26 +162,32 @@ class CompiledProgram:
 def _scratch(
     sizes: tuple[int, int, int, int],
     page_size: int,
-    min_tokens: int,
+    model: GraphModel,
     taken: set[int],
-    device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """Metadata of a step that touches nothing but the scratch page and slot; no size of it is one of `taken`."""
     tokens, seqs, rows, pages = sizes
-    tokens = max(tokens, min_tokens)
+    tokens, device = max(tokens, model.min_tokens), model.device
     pages += -(-tokens // (seqs * max(page_size, 1)))  # host code reads the pages of all tokens
     while taken & {tokens, seqs, rows, pages}:
         tokens, seqs, rows, pages = tokens + 1, seqs + 1, rows + 1, pages + 1
     ends = [tokens * i // seqs for i in range(seqs + 1)]
     positions = [at for one, two in pairwise(ends) for at in range(two - one)]
     long, short = torch.int64, torch.int32
+    paged = (
+        torch.zeros(seqs, pages, dtype=short, device=device),
+        torch.arange(tokens, device=device) % max(page_size, 1),
+    )
     return {
         "input_ids": torch.zeros(1, tokens, dtype=long, device=device),
         "position_ids": torch.tensor([positions], dtype=long, device=device),
         "cu_seqlens": torch.tensor(ends, dtype=short, device=device),
         "context_lens": torch.zeros(seqs, dtype=short, device=device),
-        "block_table": torch.zeros(seqs, pages, dtype=short, device=device),
-        "slot_mapping": torch.arange(tokens, device=device) % max(page_size, 1),
+        **{
+            field_of(name, reach): tensor.clone()
+            for reach in reaches_of(model.rows)
+            for name, tensor in zip(PAGED_FIELDS, paged)
+        },
         "state_slots": torch.zeros(seqs, dtype=long, device=device),
         "extents": torch.full((seqs,), tokens, dtype=long, device=device),
         "logits_rows": torch.arange(rows, device=device),

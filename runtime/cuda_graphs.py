@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from .batch import Batch
+from regraft.rewriter.declare import EVERYTHING, Reach, field_of
+
+from .batch import Batch, is_block_table
 from .program import Program
 from .request import PENDING
 from .staging import Layout, upload
 
-_LONG = ("slot_mapping", "state_slots", "extents", "logits_rows")
+_LONG = ("state_slots", "extents", "logits_rows")
 
 
 _PAGES = (128, 512, 2048, 8192)
@@ -37,12 +39,14 @@ Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torc
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step of one bucket: what repeats it, where its metadata and pages are copied to, and where it leaves logits."""
+    """A step of one bucket: what repeats it, where its metadata and page tables are copied to, and where it leaves
+    logits.
+    """
 
     replay: Callable[[], None]
     layout: Layout
     buffer: torch.Tensor
-    table: torch.Tensor
+    tables: dict[str, torch.Tensor]
     logits: torch.Tensor
 
 
@@ -82,7 +86,7 @@ def buckets(largest: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Runs decode steps of at most `max_requests` sequences whose pages are at most `max_pages` each.
+    """Runs decode steps of at most `max_requests` sequences of at most `max_pages` pages each, None for any number.
 
     `forward` maps a step's inputs by name to logits, `pools` are its caches by name, and `last_tokens` has by slot what
     a PENDING token stands for. `explain` names the operator that keeps a step with these inputs from being recorded.
@@ -94,24 +98,25 @@ class DecodeGraphs:
         pools: Mapping[str, torch.Tensor],
         last_tokens: torch.Tensor,
         max_requests: int,
-        max_pages: int,
+        max_pages: int | None,
         recorder: Recorder | None = None,
         explain: Callable[[Mapping[str, torch.Tensor]], str] = lambda inputs: "",
+        reaches: Sequence[Reach] = (EVERYTHING,),
     ) -> None:
         device = last_tokens.device
+        self._reaches = reaches
         self._record_call = recorder or CudaRecorder()
         self._explain = explain
         self._forward = forward
         self._pools = pools
         self._last_tokens = last_tokens
         self._buckets = buckets(max_requests)
-        self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
+        self._widths = list(_PAGES)
+        if max_pages is not None:
+            self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
         self._recorded: dict[tuple[int, int], Recorded] = {}
         # One for each width: a part of a wider one would have other strides, for which layers were not compiled.
-        self._tables = {
-            width: torch.zeros(self._buckets[-1], width, dtype=torch.int32, device=device)
-            for width in self._widths
-        }
+        self._tables: dict[tuple[str, int], torch.Tensor] = {}
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
 
     def takes(self, num_sequences: int, num_tokens: int) -> bool:
@@ -125,10 +130,12 @@ class DecodeGraphs:
         """
         arrays = batch.arrays
         count = len(arrays["context_lens"])
-        table = arrays["block_table"]
-        recorded = self.recorded(count, table.shape[1])
+        tables = {name: arrays[name] for name in arrays if is_block_table(name)}
+        pages = max(table.shape[1] for table in tables.values())
+        recorded = self.recorded(count, pages)
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
-        recorded.table[:count, : table.shape[1]] = upload({"": table}, recorded.table.device)[""]
+        for name, table in upload(tables, recorded.buffer.device).items():
+            recorded.tables[name][:count, : table.shape[1]] = table
         recorded.replay()
         return recorded.logits
 
@@ -139,19 +146,24 @@ class DecodeGraphs:
     def recorded(self, count: int, pages: int) -> Recorded:
         """The graph of a step of `count` sequences with at most `pages` pages each."""
         bucket = next(size for size in self._buckets if size >= count)
-        width = next(width for width in self._widths if width >= pages)
+        width = next((width for width in self._widths if width >= pages), 0)
+        width = width or 1 << (pages - 1).bit_length()
         if (bucket, width) not in self._recorded:
             self._recorded[bucket, width] = self._record(bucket, width)
         return self._recorded[bucket, width]
 
     def _record(self, bucket: int, width: int) -> Recorded:
-        layout = Layout.of(_metadata(bucket))
-        table = self._tables[width][:bucket]
-        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=table.device)
+        layout = Layout.of(_metadata(bucket, self._reaches))
+        tables = {}
+        for reach in self._reaches:
+            name = field_of("block_table", reach)
+            tables[name] = self._table(name, width)[:bucket]
+        device = self._last_tokens.device
+        buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         inputs = {
             **layout.views(buffer),
             "cu_seqlens": self._offsets[: bucket + 1],
-            "block_table": table,
+            **tables,
             **self._pools,
         }
         try:
@@ -159,7 +171,14 @@ class DecodeGraphs:
         except CaptureError as error:
             operator = self._explain(inputs) or "a decode step"
             raise CaptureError(f"{operator} cannot be recorded: {error}") from error
-        return Recorded(replay, layout, buffer, table, logits)
+        return Recorded(replay, layout, buffer, tables, logits)
+
+    def _table(self, name: str, width: int) -> torch.Tensor:
+        """[largest bucket, width], one for all graphs of this width."""
+        if (name, width) not in self._tables:
+            shape, device = (self._buckets[-1], width), self._last_tokens.device
+            self._tables[name, width] = torch.zeros(shape, dtype=torch.int32, device=device)
+        return self._tables[name, width]
 
     def _step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         ids = inputs["input_ids"]
@@ -168,12 +187,13 @@ class DecodeGraphs:
         return logits.reshape(-1, logits.shape[-1])
 
 
-def _metadata(bucket: int) -> dict[str, np.ndarray[Any, Any]]:
+def _metadata(bucket: int, reaches: Sequence[Reach]) -> dict[str, np.ndarray[Any, Any]]:
     """Shapes and dtypes of what a bucket's step is given, as scratch."""
+    mappings = [field_of("slot_mapping", reach) for reach in reaches]
     return {
         "input_ids": np.zeros((1, bucket), dtype=np.int64),
         "position_ids": np.zeros((1, bucket), dtype=np.int64),
-        **{name: np.zeros(bucket, dtype=np.int64) for name in _LONG},
+        **{name: np.zeros(bucket, dtype=np.int64) for name in (*_LONG, *mappings)},
         "context_lens": np.zeros(bucket, dtype=np.int32),
     }
 

@@ -58,7 +58,8 @@ class Engine:
         self.report = report
         self._validator = validator
         capacity = plan_capacity(self.config, model)
-        self.max_cached = sys.maxsize if capacity.max_tokens is None else capacity.max_tokens
+        longest = capacity.max_tokens(self.config.max_batch_tokens)
+        self.max_cached = sys.maxsize if longest is None else longest
         """The longest request that the caches hold (tokens)."""
         notes = getattr(report, "notes", None)
         # Caches made in inference mode could not be written to outside of it.

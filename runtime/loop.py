@@ -174,7 +174,7 @@ class StepLoop:
 
     def _launch(self, spans: Sequence[Span]) -> Pending | None:
         """Runs the spans and chooses tokens; what was chosen, None if nothing was."""
-        tables, page_size = self.scheduler.tables, self.scheduler.pages.page_size
+        tables, page_size = self.scheduler.tables, self.scheduler.page_size
         # Longest history first: a GPU that began with the short ones would wait for the last long one alone.
         spans = sorted(spans, key=lambda span: span.start, reverse=True)
         self.runner.copy_states(self.scheduler.take_restores())

@@ -1,8 +1,9 @@
 """What is known of the beginnings of texts: pages of rows and checkpoints of states, found by the tokens before them.
 
 A page can be found once it is full and all its tokens are read. A hit is the longest beginning of a request's tokens,
-short of the last one, whose pages are all there; a model with recurrent states needs a checkpoint at its end as well,
-and there are checkpoints only at multiples of `grid` tokens from a request's own start.
+short of the last one, behind which all pages are there that the next token reads: every one, but for rows of a bounded
+reach. A model with recurrent states needs a checkpoint at its end as well, and there are checkpoints only at multiples
+of `grid` tokens from a request's own start.
 
 What a row depends on beside the tokens before it is part of its name: the version of the weights, the number of
 `switch_lengths` that the request has passed (its rotary embedding differs beyond each of them), and its `cache_salt`.
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .checkpoints import Checkpoint, Checkpoints
-from .pages import PagePool
-from .prefix_keys import KeyChain, Root, encode, num_shared
+from .page_groups import Held, PageGroup
+from .prefix_keys import Block, KeyChain, Root, encode, num_shared
+from .prefix_pages import Found, PageIndex
 
 if TYPE_CHECKING:
     from .request import Request
@@ -44,22 +46,16 @@ class PrefixState:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The first `length` tokens need not be computed: their rows are in `pages`, the states in `checkpoint`.
+    """The first `length` tokens need not be computed: what is read of them is in `held`, the pages of each group (none
+    at all for no hit), and the states are in `checkpoint`.
 
     `matched` tokens were seen before, `length` at least.
     """
 
     length: int = 0
-    pages: Sequence[int] = ()
+    held: Sequence[Held] = ()
     checkpoint: Checkpoint | None = None
     matched: int = 0
-
-
-@dataclass(slots=True)
-class _Page:
-    key: bytes
-    parent: bytes
-    text: bytes
 
 
 class PrefixCache:
@@ -70,7 +66,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        pages: PagePool,
+        groups: Sequence[PageGroup],
         checkpoints: Checkpoints,
         grid: int,
         switch_lengths: Collection[int] = (),
@@ -79,27 +75,29 @@ class PrefixCache:
     ) -> None:
         self.is_on = is_on
         self.grid = grid
-        self.block_size = pages.page_size or grid
+        self.block_size = groups[0].page_size or grid
         self.checkpoints = checkpoints
-        self._pages = pages
-        pages.on_evict = self._evicted
+        self._indexes = [
+            # Without the beginning of a text, states behind it are of no use.
+            PageIndex(group, (lambda key: None) if group.reach.size else checkpoints.drop_key)
+            for group in groups
+            if group.page_size
+        ]
         self._switch_lengths = tuple(switch_lengths)
         self._version = 0
-        self._by_key: dict[bytes, int] = {}
-        self._content: dict[int, _Page] = {}
         self._seen: OrderedDict[bytes, None] = OrderedDict()
 
     @property
-    def num_pages(self) -> int:
-        """Pages that can be found, used or not."""
-        return len(self._content)
+    def num_pages(self) -> list[int]:
+        """Pages of each group that can be found, used or not."""
+        return [len(index) for index in self._indexes]
 
     def serves(self, request: Request) -> bool:
         """Whether the request may be given what others computed, and others what it computes."""
         return self.is_on and request.reuses_prefix and bool(self.block_size)
 
-    def keys(self, request: Request, num_tokens: int) -> list[bytes]:
-        """The names of the request's full blocks among its first `num_tokens` tokens, all of them read."""
+    def blocks(self, request: Request, num_tokens: int) -> list[Block]:
+        """The request's full blocks among its first `num_tokens` tokens, all of them read."""
         length = len(request.tokens)
         passed = sum(length > switch for switch in self._switch_lengths)
         root: Root = (self._version, passed, request.params.cache_salt)
@@ -109,14 +107,21 @@ class PrefixCache:
         """The longest beginning that need not be computed. Nothing is taken: see `PagePool.share`."""
         if not self.serves(request):
             return Hit()
-        keys = self.keys(request, len(request.tokens) - 1)
-        if not self._pages.page_size:
-            return self._with_states(request, keys, (), self._num_seen(keys))
-        pages = self._matching_pages(request, keys)
-        matched = len(pages) * self.block_size
-        if self.grid:
-            return self._with_states(request, keys, pages, matched)
-        return Hit(matched, pages, None, matched)
+        size = self.block_size
+        blocks = self.blocks(request, len(request.tokens) - 1)
+        found = [index.look_up(blocks) for index in self._indexes]
+        most = min(map(len, found), default=len(blocks))
+        ends = [n for n in range(most, 0, -1) if all(one.reaches(n) for one in found)]
+        matched = (ends[0] if ends else 0) * size if found else self._num_seen(blocks)
+        if not self.grid:
+            return self._hit(found, matched, None, matched)
+        for length in (n * size for n in ends if n * size % self.grid == 0):
+            key = blocks[length // size - 1].key
+            if self.checkpoints.has(key):
+                checkpoint = self.checkpoints.find(key, encode(request.tokens[:length]))
+                if checkpoint is not None:
+                    return self._hit(found, length, checkpoint, max(matched, length))
+        return Hit(matched=matched)
 
     def keep(self, request: Request) -> None:
         """Makes findable what the request has computed, if all tokens of it are read."""
@@ -126,9 +131,9 @@ class PrefixCache:
         num_known = min(request.num_cached, request.num_read)
         count = num_known // size
         if count > state.num_kept:
-            keys = self.keys(request, num_known)
+            blocks = self.blocks(request, num_known)
             for at in range(state.num_kept, count):
-                self._keep_block(request, keys, at)
+                self._keep_block(request, blocks[at], at)
             state.num_kept = count
         if state.unnamed is not None and state.unnamed.length <= request.num_read:
             self._name(request, state.unnamed)
@@ -140,7 +145,7 @@ class PrefixCache:
         if not (self.grid and self.serves(request)) or length == 0 or length % self.grid:
             return None
         is_read = length <= request.num_read
-        if is_read and self.checkpoints.has(self.keys(request, length)[-1]):
+        if is_read and self.checkpoints.has(self.blocks(request, length)[-1].key):
             return None
         self.let_go(request)
         if state.passing is not None and not state.passing.num_hits:
@@ -173,95 +178,56 @@ class PrefixCache:
         known = request.tokens[: request.num_read]
         for passed in range(len(self._switch_lengths) + 1):
             root = (self._version, passed, request.params.cache_salt)
-            for key in KeyChain().upto(root, known, len(known), self.block_size):
-                if key in self._by_key:
-                    self._forget_page(self._by_key[key])
-                self.checkpoints.drop_key(key)
+            for block in KeyChain().upto(root, known, len(known), self.block_size):
+                for index in self._indexes:
+                    index.forget(block)
+                self.checkpoints.drop_key(block.key)
 
     def clear(self, version: int | None = None) -> None:
         """Nobody finds anything again that is there now; `version` is that of the weights from now on."""
-        for page in list(self._content):
-            self._forget_page(page)
+        for index in self._indexes:
+            index.clear()
         self.checkpoints.clear()
         self._seen.clear()
         if version is not None:
             self._version = version
-
-    def _evicted(self, page: int) -> None:
-        """Takes note that a page now holds something else; states behind it are of no use without it."""
-        content = self._content.pop(page)
-        del self._by_key[content.key]
-        self.checkpoints.drop_key(content.key)
 
     def num_common(self, one: Request, two: Request) -> int:
         """Tokens at the beginning of both, the last of neither, that one could compute for the other."""
         if not (self.serves(one) and self.serves(two)):
             return 0
         shorter = min(len(one.tokens), len(two.tokens)) - 1
-        blocks = num_shared(self.keys(one, shorter), self.keys(two, shorter))
+        blocks = num_shared(self.blocks(one, shorter), self.blocks(two, shorter))
         return self.floor(blocks * self.block_size)
 
     def floor(self, length: int) -> int:
         """The largest length that a hit may have and that is not above `length`, a multiple of blocks."""
         return length - length % self.grid if self.grid else length
 
-    def _matching_pages(self, request: Request, keys: Sequence[bytes]) -> list[int]:
-        pages: list[int] = []
-        parent, size = b"", self.block_size
-        for at, key in enumerate(keys):
-            page = self._by_key.get(key)
-            if page is None:
-                break
-            content = self._content[page]
-            text = encode(request.tokens[at * size : (at + 1) * size])
-            if content.parent != parent or content.text != text:
-                break
-            pages.append(page)
-            parent = key
-        return pages
-
-    def _num_seen(self, keys: Sequence[bytes]) -> int:
-        """Tokens that some text began with before. Only a hint, so it may forget."""
-        count = next((at for at, key in enumerate(keys) if key not in self._seen), len(keys))
-        return count * self.block_size
-
-    def _with_states(
-        self, request: Request, keys: Sequence[bytes], pages: Sequence[int], matched: int
+    def _hit(
+        self, found: Sequence[Found], length: int, checkpoint: Checkpoint | None, matched: int
     ) -> Hit:
-        """The longest beginning behind which there is a checkpoint, and whose pages are there if there are any."""
-        size = self.block_size
-        longest = matched if self._pages.page_size else len(keys) * size
-        for length in range(self.floor(longest), 0, -self.grid):
-            key = keys[length // size - 1]
-            if self.checkpoints.has(key):
-                found = self.checkpoints.find(key, encode(request.tokens[:length]))
-                if found is not None:
-                    return Hit(length, pages[: length // size], found, max(matched, length))
-        return Hit(matched=matched)
+        held = [one.held(length // self.block_size) for one in found] if length else []
+        return Hit(length, held, checkpoint, matched)
 
-    def _keep_block(self, request: Request, keys: Sequence[bytes], at: int) -> None:
-        key, size = keys[at], self.block_size
-        if not self._pages.page_size:
-            self._seen[key] = None
-            self._seen.move_to_end(key)
+    def _num_seen(self, blocks: Sequence[Block]) -> int:
+        """Tokens that some text began with before. Only a hint, so it may forget."""
+        unseen = (at for at, block in enumerate(blocks) if block.key not in self._seen)
+        return next(unseen, len(blocks)) * self.block_size
+
+    def _keep_block(self, request: Request, block: Block, at: int) -> None:
+        if not self._indexes:
+            self._seen[block.key] = None
+            self._seen.move_to_end(block.key)
             if len(self._seen) > _MOST_SEEN:
                 self._seen.popitem(last=False)
-        elif key not in self._by_key:  # else somebody computed the same beside it
-            text = encode(request.tokens[at * size : (at + 1) * size])
-            page = request.pages[at]
-            self._by_key[key] = page
-            self._content[page] = _Page(key, keys[at - 1] if at else b"", text)
-            self._pages.keep(page)
+        for index, held in zip(self._indexes, request.held):
+            if at >= held.first:  # else it was out of reach before its last token was read
+                index.keep(block, held.pages[at - held.first])
 
     def _name(self, request: Request, checkpoint: Checkpoint) -> None:
         length, state = checkpoint.length, request.prefix
-        key = self.keys(request, length)[-1]
+        key = self.blocks(request, length)[-1].key
         is_named = self.checkpoints.name(checkpoint, key, encode(request.tokens[:length]))
         if is_named and length not in state.cuts:
             state.passing = checkpoint
-
-    def _forget_page(self, page: int) -> None:
-        content = self._content.pop(page, None)
-        if content is not None:
-            del self._by_key[content.key]
-            self._pages.forget(page)

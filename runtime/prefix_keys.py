@@ -13,6 +13,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 Root = tuple[int, int, str | None]
 """Version of the weights, number of switch lengths that the request has passed, its `cache_salt`."""
@@ -33,32 +34,53 @@ def digest(*parts: bytes) -> bytes:
     return state.digest()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A full block of tokens behind others: its name, its tokens as bytes, and the block before it."""
+
+    key: bytes
+    text: bytes
+    parent: Block | None = field(repr=False)
+
+    def is_same(self, other: Block) -> bool:
+        """Whether both are one text, all the way from its start."""
+        one: Block | None = self
+        two: Block | None = other
+        while one is not two:
+            if one is None or two is None or one.text != two.text:
+                return False
+            one, two = one.parent, two.parent
+        return True
+
+
 class KeyChain:
-    """The keys of one request's blocks, each computed once."""
+    """The blocks of one request's tokens, each made once."""
 
     def __init__(self) -> None:
         self._root: Root | None = None
         self._first = b""
-        self._keys: list[bytes] = []
+        self._blocks: list[Block] = []
 
     def upto(
         self, root: Root, tokens: Sequence[int], num_tokens: int, block_size: int
-    ) -> list[bytes]:
-        """The keys of the full blocks among the first `num_tokens` tokens."""
+    ) -> list[Block]:
+        """The full blocks among the first `num_tokens` tokens."""
         if root != self._root:
             self._root = root
             self._first = digest(json.dumps(root).encode())
-            self._keys = []
-        keys, count = self._keys, num_tokens // block_size
-        while len(keys) < count:
-            start = len(keys) * block_size
-            parent = keys[-1] if keys else self._first
-            keys.append(digest(parent, encode(tokens[start : start + block_size])))
-        return keys[:count]
+            self._blocks = []
+        blocks, count = self._blocks, num_tokens // block_size
+        while len(blocks) < count:
+            start = len(blocks) * block_size
+            parent = blocks[-1] if blocks else None
+            text = encode(tokens[start : start + block_size])
+            key = digest(parent.key if parent else self._first, text)
+            blocks.append(Block(key, text, parent))
+        return blocks[:count]
 
 
-def num_shared(one: Sequence[bytes], two: Sequence[bytes]) -> int:
+def num_shared(one: Sequence[Block], two: Sequence[Block]) -> int:
     """How many blocks two chains have in common at their beginning."""
     most = min(len(one), len(two))
     # A chain that has left the other never comes back: its keys tell everything before them.
-    return bisect.bisect_left(range(most), True, key=lambda at: one[at] != two[at])
+    return bisect.bisect_left(range(most), True, key=lambda at: one[at].key != two[at].key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .output import FinishReason, RequestOutput, StreamToken
+from .page_groups import Held
 from .prefix_cache import PrefixState
 from .sampling_params import SamplingParams
 from .text import Detokenizer, StopText
@@ -35,7 +37,8 @@ class Request:
     `tokens` are all tokens known so far, prompt and output. The rows and states of the first
     `num_cached` of them are in the caches; a step computes some of the others, and when it has
     computed the last one, the next token is chosen from its logits. So prefill, decoding and
-    recomputation after preemption are one thing: `tokens` that are not cached yet.
+    recomputation after preemption are one thing: `tokens` that are not cached yet. `held` are its
+    pages of each group, while it runs.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Request:
         self.top_logprobs: list[list[tuple[int, float]]] = []
         self.prompt_scores: PromptScores | None = None
         self.num_cached = 0
-        self.pages: list[int] = []
+        self.held: list[Held] = []
         self.slot = 0
         self.num_preemptions = 0
         self.prefix = PrefixState()
@@ -120,6 +123,10 @@ class Request:
         """The smallest budget with which this request gets on."""
         return min(self.num_remaining, chunk_size - self.num_cached % chunk_size)
 
+    def largest_quantum(self, chunk_size: int) -> int:
+        """No `quantum` of this request is ever larger."""
+        return chunk_size
+
     def finish_reason_at(self, position: int) -> FinishReason | None:
         """Why the request ends with its token at `position`; None if it goes on."""
         token, params = self.tokens[position], self.params
@@ -166,6 +173,10 @@ class ScoreRequest(Request):
     def quantum(self, chunk_size: int) -> int:
         """Tokens up to the next cut."""
         return self._next_cut() - self.num_cached
+
+    def largest_quantum(self, chunk_size: int) -> int:
+        """The longest chunk."""
+        return max(end - start for start, end in itertools.pairwise([0, *self.cuts]))
 
     def _next_cut(self) -> int:
         return self.cuts[bisect.bisect_right(self.cuts, self.num_cached)]

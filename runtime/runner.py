@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import numpy as np
 import torch
 
-from regraft.rewriter.declare import RowSpec, StateSpec
+from regraft.rewriter.declare import Reach, RowSpec, StateSpec
 
 from .batch import Batch, build_batch, pad
 from .compiled import SMALLEST, CompiledProgram, GraphModel
@@ -52,7 +52,7 @@ class RewrittenModel(Protocol):
 
 
 class Runner:
-    """A model with its pools: rows [num_pages, page_size, *shape], states [num_slots + num_checkpoints, *shape].
+    """A model with its pools: rows [pages, page_size, *shape], states [num_slots + num_checkpoints, *shape].
 
     `config` says whether its graph is compiled and whether decode steps are CUDA graphs; without one, neither.
     `notes` gets a line on each part of the model that is left out of them.
@@ -68,7 +68,7 @@ class Runner:
         self.model = model
         self.pools: dict[str, torch.Tensor] = {}
         for row in model.rows:
-            shape = (capacity.num_pages, capacity.page_size, *row.shape)
+            shape = (capacity.pages[row.reach], capacity.page_size, *row.shape)
             self.pools[row.name] = _zeros(shape, row.dtype, model.device)
         for state in model.states:
             shape = (capacity.num_slots + capacity.num_checkpoints, *state.shape)
@@ -83,9 +83,11 @@ class Runner:
             graph_model = cast(GraphModel, model)
             self._compiled = CompiledProgram(graph_model, self.pools, self._notes)
             if config.records_on(model.device):
-                self._graphs = self._make_graphs(capacity, config.max_requests)
+                self._graphs = self._make_graphs(capacity, config)
 
-    def build(self, spans: Sequence[Span], tables: BlockTables, page_size: int) -> Batch:
+    def build(
+        self, spans: Sequence[Span], tables: Mapping[Reach, BlockTables], page_size: int
+    ) -> Batch:
         """The packed row of these spans, as long as the model needs it."""
         least = max(self.model.min_tokens, SMALLEST if self._compiled is not None else 1)
         tokens = sum(span.num_tokens for span in spans)
@@ -155,19 +157,22 @@ class Runner:
         self._graphs = self._compiled = None
         self.pools.clear()
 
-    def _make_graphs(self, capacity: Capacity, max_requests: int) -> DecodeGraphs | None:
+    def _make_graphs(self, capacity: Capacity, config: EngineConfig) -> DecodeGraphs | None:
         assert self._compiled is not None
         if not self._compiled.is_recordable:
             return None
-        pages = capacity.num_pages - 1
-        if self.model.max_positions is not None and capacity.page_size:
-            pages = min(pages, -(-self.model.max_positions // capacity.page_size))
+        longest = [capacity.max_tokens(config.max_batch_tokens), self.model.max_positions]
+        tokens = min((length for length in longest if length is not None), default=None)
+        size = capacity.page_size
+        # Where nothing limits a request, tables grow as they have to.
+        pages = None if tokens is None and size else -(-(tokens or 1) // max(size, 1))
         return DecodeGraphs(
             self._compiled,
             self.pools,
             self.last_tokens,
-            min(max_requests, capacity.num_slots - 1),
+            min(config.max_requests, capacity.num_slots - 1),
             pages,
+            reaches=tuple(capacity.pages),
             explain=partial(operator_that_waits, self._compiled.program),
         )
 

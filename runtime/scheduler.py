@@ -9,7 +9,7 @@ from collections.abc import Collection
 from .capacity import Capacity
 from .checkpoints import Checkpoints
 from .config import EngineConfig
-from .pages import BlockTables, PagePool
+from .page_groups import Held, PageGroup, tables_of
 from .prefix_cache import Hit, PrefixCache
 from .prefix_plan import cut, is_coming, mark_cuts
 from .request import Request, Span, Status
@@ -30,6 +30,10 @@ class Scheduler:
     request gets on in every step, so every request ends. `running` and `waiting` are sorted by
     arrival, and every running request is older than every waiting one.
 
+    Of rows with a bounded reach a request has pages only for what a step reads and writes: it takes
+    them when the step is planned, and a prompt's step is shortened to what there is. Where that is
+    nothing it waits for what others leave behind, unless it is the oldest.
+
     With a prefix cache a request is admitted with what is there of its tokens' beginning. It waits
     a step where another is about to compute more of it. States are copied to and from checkpoints:
     `take_restores` before a step, `take_saves` behind it.
@@ -44,15 +48,19 @@ class Scheduler:
         has_states: bool = False,
     ) -> None:
         self.config = config
-        self.pages = PagePool(capacity.num_pages, capacity.page_size)
+        self.page_size = capacity.page_size
+        self.groups = [
+            PageGroup(reach, pages, capacity.page_size, capacity.num_slots)
+            for reach, pages in capacity.pages.items()
+        ]
+        self.tables = tables_of(self.groups)
         self.slots = SlotPool(capacity.num_slots)
-        self.tables = BlockTables(capacity.num_slots, width=1)
         self.running: list[Request] = []
         self.waiting: OrderedDict[int, Request] = OrderedDict()
         self.num_preemptions = 0
         self.computed_tokens = 0
         self.prefix = PrefixCache(
-            self.pages,
+            self.groups,
             Checkpoints(capacity.num_slots, capacity.num_checkpoints),
             math.lcm(capacity.page_size or 1, config.chunk_size) if has_states else 0,
             switch_lengths,
@@ -84,11 +92,14 @@ class Scheduler:
         reserved = prompts[0].quantum(chunk_size) if prompts else 0
         for request in prompts:
             mark_cuts(self.prefix, request, 0, self.waiting.values())
-        for request in decodes[: budget - reserved]:
-            budget -= self._plan(spans, request, budget)
-        for request in prompts:
-            budget -= self._plan(spans, request, budget)
-        if not preempted:
+        before = self.num_preemptions
+        for request in [*decodes[: budget - reserved], *prompts]:
+            if request.status is not Status.RUNNING:
+                continue
+            if request in (active[0], *prompts[:1]):
+                self._make_room(spans, request, budget)
+            budget -= self._plan(spans, request, self._next_end(request, budget))
+        if not preempted and self.num_preemptions == before:
             self._admit(spans, budget)
         is_idle = not (self.running or self.waiting)
         assert spans or is_idle or len(active) < len(self.running), "no request can get on"
@@ -100,6 +111,8 @@ class Scheduler:
         request.num_cached = span.end
         self.computed_tokens += span.num_tokens
         self.prefix.keep(request)
+        for group, held in zip(self.groups, request.held):
+            group.leave(request.slot, held, request.num_cached)
         checkpoint = self.prefix.take_checkpoint(request)
         if checkpoint is not None:
             self._saves[checkpoint.slot] = request.slot
@@ -149,12 +162,34 @@ class Scheduler:
             self.waiting.pop(request.arrival, None)
         request.status = Status.FINISHED
 
-    def _plan(self, spans: list[Span], request: Request, budget: int) -> int:
-        """Plans what fits of a running request; the number of tokens planned."""
-        end = cut(request, request.next_end(budget, self.config.chunk_size))
-        if end > request.num_cached:
-            spans.append(Span(request, request.num_cached, end))
+    def _next_end(self, request: Request, budget: int, spare: int = 0) -> int:
+        """Where a step over a request's tokens ends, within a budget and the pages that are free but for `spare`."""
+        rooms = [
+            group.room(held, request.num_cached, spare)
+            for group, held in zip(self.groups, request.held)
+            if group.reach.size
+        ]
+        return cut(request, request.next_end(min([budget, *rooms]), self.config.chunk_size))
+
+    def _plan(self, spans: list[Span], request: Request, end: int) -> int:
+        """Plans the tokens of a running request up to `end`, and gives it their pages; the number of tokens planned."""
+        if end <= request.num_cached:
+            return 0
+        for group, held in zip(self.groups, request.held):
+            if group.reach.size:
+                self._take_pages(request, group, held, group.missing(held, end))
+        spans.append(Span(request, request.num_cached, end))
         return end - request.num_cached
+
+    def _make_room(self, spans: list[Span], request: Request, budget: int) -> None:
+        """Preempts the youngest, planned or not, until a request that would get on within the budget has the pages."""
+        if request.next_end(budget, self.config.chunk_size) <= request.num_cached:
+            return
+        while self._next_end(request, budget) <= request.num_cached:
+            if self.running[-1] is request:
+                return
+            self._preempt(self.running[-1])
+            spans[:] = [span for span in spans if span.request.status is Status.RUNNING]
 
     def _admit(self, spans: list[Span], budget: int) -> None:
         while self.waiting and self.slots.num_free and len(self.running) < self.config.max_requests:
@@ -164,31 +199,34 @@ class Scheduler:
                 return
             self._share(request, hit)
             mark_cuts(self.prefix, request, hit.matched, self.waiting.values())
-            planned = self._plan(spans, request, budget) if self._has_room(request) else 0
-            if planned == 0:
+            has_room = self._has_room(request)
+            end = self._next_end(request, budget, len(self.running)) if has_room else 0
+            if end <= request.num_cached:
                 self._unshare(request)
                 return
-            budget -= planned
             del self.waiting[request.arrival]
             request.slot = self.slots.take()
             request.status = Status.RUNNING
             self.running.append(request)
             self._begin(request, hit)
-            self._take_pages(request, self._missing_pages(request))
+            self._grow(request)
+            budget -= self._plan(spans, request, end)
 
     def _share(self, request: Request, hit: Hit) -> None:
-        self.pages.share(hit.pages)
-        request.pages = list(hit.pages)
+        request.held = list(hit.held) or [Held() for _ in self.groups]
+        for group, held in zip(self.groups, request.held):
+            group.share(held)
         request.num_cached = hit.length
 
     def _unshare(self, request: Request) -> None:
-        self.pages.give_back(request.pages)
-        request.pages = []
+        for group, held in zip(self.groups, request.held):
+            group.give_back(held)
         request.num_cached = 0
 
     def _begin(self, request: Request, hit: Hit) -> None:
         """A request that has a slot begins behind what was found of it."""
-        self.tables.extend(request.slot, 0, request.pages)
+        for group, held in zip(self.groups, request.held):
+            group.begin(request.slot, held)
         self.prefix.use(request, hit)
         if hit.checkpoint is not None:
             self._restores[request.slot] = hit.checkpoint.slot
@@ -198,14 +236,19 @@ class Scheduler:
 
     def _has_room(self, request: Request) -> bool:
         """Whether there are pages for a newcomer that has those of its hit."""
-        missing = self._missing_pages(request)
         if request.num_preemptions >= MOST_PREEMPTIONS:
             # Room for all that it and those before it can come to need: none of them will want its pages.
-            growth = sum(map(self._coming_pages, self.running))
-            return self._coming_pages(request) + growth <= self.pages.num_free
-        # A page to spare for each running request, or the newcomer would soon be preempted.
-        spare = len(self.running) if missing else 0
-        return missing + spare <= self.pages.num_free
+            everybody = [*self.running, request]
+            return all(
+                sum(self._coming_pages(one, at) for one in everybody) <= group.pool.num_free
+                for at, group in enumerate(self.groups)
+            )
+        for group, held in zip(self.groups, request.held):
+            missing = 0 if group.reach.size else group.missing(held, len(request.tokens))
+            # A page to spare for each running request, or the newcomer would soon be preempted.
+            if missing and missing + len(self.running) > group.pool.num_free:
+                return False
+        return True
 
     def _grow_running(self) -> bool:
         """Gives every running request the pages of all its tokens, oldest first.
@@ -216,14 +259,22 @@ class Scheduler:
         for request in list(self.running):
             if request.status is not Status.RUNNING or request.is_full:
                 continue
-            if request.num_cached == 0 and not request.pages:
+            if request.num_cached == 0 and not any(held.pages for held in request.held):
                 self._begin_again(request)
-            missing = self._missing_pages(request)
-            while missing > self.pages.num_free and request.status is Status.RUNNING:
+            while request.status is Status.RUNNING and not self._grow(request):
                 self._preempt(self.running[-1])
-            if request.status is Status.RUNNING:
-                self._take_pages(request, missing)
         return self.num_preemptions > before
+
+    def _grow(self, request: Request) -> bool:
+        """Gives a running request the pages of all its tokens, where rows are read back to its start; False for want of
+        pages.
+        """
+        for group, held in zip(self.groups, request.held):
+            missing = 0 if group.reach.size else group.missing(held, len(request.tokens))
+            if missing > group.pool.num_free:
+                return False
+            self._take_pages(request, group, held, missing)
+        return True
 
     def _begin_again(self, request: Request) -> None:
         """A running request that had to start over may find its beginning, computed by another."""
@@ -237,8 +288,8 @@ class Scheduler:
         self.prefix.let_go(request)
         request.prefix.num_kept = 0
         request.num_cached = 0
-        if not self.pages.are_exclusive(request.pages):
-            self.tables.clear(request.slot)
+        if not all(group.is_its_alone(held) for group, held in zip(self.groups, request.held)):
+            self._clear_tables(request)
             self._unshare(request)
 
     def _preempt(self, request: Request) -> None:
@@ -252,46 +303,50 @@ class Scheduler:
         self.waiting.move_to_end(request.arrival, last=False)
         self.num_preemptions += 1
 
-    def _missing_pages(self, request: Request) -> int:
-        return self.pages.pages_for(len(request.tokens)) - len(request.pages)
+    def _coming_pages(self, request: Request, at: int) -> int:
+        """Pages of a group that a request can still come to need, to get on however slowly."""
+        num_new = request.largest_quantum(self.config.chunk_size)
+        most = self._most_pages(request, self.groups[at], num_new)
+        return max(0, most - len(request.held[at].pages))
 
-    def _coming_pages(self, request: Request) -> int:
-        """Pages that a request can still come to need."""
-        return self._most_pages(request) - len(request.pages)
+    def _most_pages(self, request: Request, group: PageGroup, num_new: int) -> int:
+        return group.most(request.num_prompt + request.params.max_new_tokens, num_new)
 
-    def _most_pages(self, request: Request) -> int:
-        longest = request.num_prompt + request.params.max_new_tokens
-        return min(self.pages.pages_for(longest), self.pages.num_pages - 1)
+    def _take_pages(self, request: Request, group: PageGroup, held: Held, count: int) -> None:
+        room = self._most_pages(request, group, self.config.max_batch_tokens)
+        group.take(request.slot, held, count, room)
 
-    def _take_pages(self, request: Request, count: int) -> None:
-        if count > 0:
-            last = request.pages[-1] if request.pages else 0
-            pages = self.pages.take(count, last, self._most_pages(request))
-            self.tables.extend(request.slot, len(request.pages), pages)
-            request.pages.extend(pages)
+    def _clear_tables(self, request: Request) -> None:
+        for tables in self.tables.values():
+            tables.clear(request.slot)
 
     def _release(self, request: Request) -> None:
         self.prefix.let_go(request)
         request.prefix.num_kept = 0
-        self.pages.give_back(request.pages)
-        self.tables.clear(request.slot)
+        for group, held in zip(self.groups, request.held):
+            group.give_back(held)
+        self._clear_tables(request)
         self.slots.give_back(request.slot)
-        request.pages = []
         request.slot = 0
 
     @property
     def stats(self) -> EngineStats:
         """What was done and what is held."""
+        pools = [group.pool for group in self.groups]
         return EngineStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_preemptions=self.num_preemptions,
             computed_tokens=self.computed_tokens,
-            free_pages=self.pages.num_free - self.pages.num_kept,
-            cached_pages=self.prefix.num_pages,
+            free_pages=sum(pool.num_free - pool.num_kept for pool in pools),
+            cached_pages=sum(self.prefix.num_pages),
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,
-            prefix_evictions=self.pages.num_evictions,
+            prefix_evictions=sum(pool.num_evictions for pool in pools),
             checkpoints=len(self.prefix.checkpoints),
             checkpoint_evictions=self.prefix.checkpoints.num_evictions,
+            pools=tuple(
+                group.stats(cached, self.config.max_batch_tokens)
+                for group, cached in zip(self.groups, self.prefix.num_pages)
+            ),
         )

@@ -6,6 +6,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Pages of rows that are read equally far back."""
+
+    reach: str
+    """How far: "all", "window 4096"."""
+    num_pages: int
+    """Pages that there are."""
+    free_pages: int
+    """Pages that nobody uses and whose content nobody can ask for, now."""
+    cached_pages: int
+    """Full pages that a request with the same beginning would find, used or not, now."""
+    most_per_request: int | None
+    """Pages that a request of any length has at once, at most; None where they grow with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A moment's numbers; `num_` and `prefix_` ones without "now" count from the engine's start.
 
@@ -34,6 +50,8 @@ class EngineStats:
     """Copies of recurrent states that a request could start from, now."""
     checkpoint_evictions: int
     """Such copies that were given up for newer ones."""
+    pools: tuple[PoolStats, ...]
+    """Pages by how far back their rows are read, now; none of a model without rows."""
 
     @property
     def prefix_hit_rate(self) -> float:

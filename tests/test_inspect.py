@@ -23,6 +23,7 @@ from transformers import (
 
 import regraft
 from regraft.__main__ import main
+from tests.families.models import FAMILIES
 
 QWEN3_8B = {
     "hidden_size": 4096,
@@ -162,6 +163,20 @@ def test_minimax_text_01() -> None:
         f"model.layers.{i}.self_attn" for i in range(80) if i % 8 != 7
     }
     assert all("weights needed" in layer.reason for layer in others)
+
+
+def test_rows_that_a_window_bounds() -> None:
+    """What a token costs while it is kept, and what a request of any length keeps at most of such rows."""
+    report = regraft.inspect(FAMILIES["gemma2"].config())
+    sliding = [layer for layer in report.layers if "q - k < 8" in layer.mask]
+    assert 0 < len(sliding) < len(report.layers)
+    rows = [row for layer in sliding for row in layer.rows]
+    assert {str(row.reach) for row in rows} == {"window 8"}
+    assert report.bytes_in_reach == {"window 8": 8 * sum(row.num_bytes for row in rows)}
+    assert f"within window 8, a request keeps {report.bytes_in_reach['window 8']:,} bytes" in str(
+        report
+    )
+    assert report.to_dict()["layers"][0]["rows"][0]["reach"] == {"window": 8, "chunk": 0}
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

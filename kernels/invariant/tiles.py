@@ -35,13 +35,15 @@ class QueryTiles:
     """B tiles of queries with the most key tiles first, and where the keys of each lie.
 
     rows, positions [B, QUERIES] int64: row of the packed row, position in the request, -1 where a tile has no query;
-    first, count [B]: the key tiles; length [B]: tokens of the request; table [B, pages]: its pages.
+    first, count [B]: the key tiles; lowest, length [B]: the keys that its queries may attend to are at positions from
+    `lowest` on and before `length`; table [B, pages]: the request's pages.
     """
 
     rows: Tensor
     positions: Tensor
     first: Tensor
     count: Tensor
+    lowest: Tensor
     length: Tensor
     table: Tensor
 
@@ -50,12 +52,13 @@ class QueryTiles:
         return [QueryTiles(*parts) for parts in zip(*(x.split(size) for x in vars(self).values()))]
 
     def keys(self, step: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the tiles that have a key tile number `step`: key positions, rows in the pool, and whether they are the
-        request's, [n, KEYS] each.
+        """Of the tiles that have a key tile number `step`: key positions, rows in the pool, and whether they may be
+        attended to, [n, KEYS] each.
         """
         active = int((self.count > step).sum())
         position = ((self.first[:active] + step) * KEYS)[:, None] + torch.arange(KEYS)
         is_own = position < self.length[:active, None]
+        is_own &= position >= self.lowest[:active, None]  # a page before it may be another's by now
         held = torch.where(is_own, position, 0)
         page = self.table[:active].gather(1, held // page_size)
         return position, page * page_size + held % page_size, is_own
@@ -76,11 +79,12 @@ def _make_tiles(metadata: Metadata, window: int, chunk: int) -> QueryTiles:
         for row in range(start, end, QUERIES):
             position = context + row - start
             last = min(position + QUERIES, context + end - start) - 1
-            first = first_key(position, window, chunk) // KEYS
-            found.append((last // KEYS + 1 - first, first, row, position, last, seq))
+            lowest = first_key(position, window, chunk)
+            first = lowest // KEYS
+            found.append((last // KEYS + 1 - first, first, row, position, last, seq, lowest))
     found.sort(reverse=True)
-    numbers = torch.tensor(found, dtype=torch.int64).view(-1, 6)
-    counts, firsts, rows, begins, ends, seqs = numbers.unbind(1)
+    numbers = torch.tensor(found, dtype=torch.int64).view(-1, 7)
+    counts, firsts, rows, begins, ends, seqs, lowests = numbers.unbind(1)
     place = torch.arange(QUERIES)
     positions = begins[:, None] + place
     has_query = positions <= ends[:, None]
@@ -90,6 +94,7 @@ def _make_tiles(metadata: Metadata, window: int, chunk: int) -> QueryTiles:
         positions=torch.where(has_query, positions, -1),
         first=firsts,
         count=counts,
+        lowest=lowests,
         length=length[seqs],
         table=metadata.block_table.long()[seqs],
     )

@@ -11,6 +11,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+_MOST = 4
+"""Rows kept."""
+
 
 @dataclass(frozen=True)
 class Metadata:
@@ -36,19 +39,20 @@ class _Row(Generic[T]):
 class OfLastRow(Generic[T]):
     """`make(metadata, *settings)` of the row seen last, by settings.
 
-    Every layer of a step asks for the same. A row is recognised by its contents: a caller may refill its metadata
-    tensors in place.
+    Every layer of a step asks for the same, but for the page table, of which there is one for each reach that layers
+    have: a few are kept. A row is recognised by its contents: a caller may refill its metadata tensors in place.
     """
 
     def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._last: _Row[T] | None = None
+        self._last: list[_Row[T]] = []
 
     def __call__(self, metadata: Metadata, *settings: int) -> T:
-        row = self._last
-        if row is None or not row.metadata.equals(metadata):
+        row = next((row for row in self._last if row.metadata.equals(metadata)), None)
+        if row is None:
             row = _Row(metadata.copy())
-            self._last = row
+            # Replaced as a whole: another thread may be looking through it.
+            self._last = [row, *self._last[: _MOST - 1]]
         if settings not in row.made:
             row.made[settings] = self._make(row.metadata, *settings)
         return row.made[settings]

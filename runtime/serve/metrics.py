@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -67,9 +68,19 @@ class _EngineNumbers(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = dataclasses.asdict(self._served.engine.stats)
+        yield from _of_pools(stats.pop("pools"))
         for name, value in stats.items():
             title = name.removeprefix("num_").replace("_", " ")
             kind = CounterMetricFamily if name in _COUNTED else GaugeMetricFamily
             yield kind(f"regraft_engine_{name.removeprefix('num_')}", title, value=value)
         steps = self._served.engine.background.num_steps
         yield CounterMetricFamily("regraft_engine_steps", "steps", value=steps)
+
+
+def _of_pools(pools: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    for name in ("num_pages", "free_pages", "cached_pages"):
+        title = f"{name.replace('_', ' ')} of rows that are read so far back"
+        metric = GaugeMetricFamily(f"regraft_pool_{name}", title, labels=["reach"])
+        for pool in pools:
+            metric.add_metric([pool["reach"]], pool[name])
+        yield metric

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from regraft.kernels.invariant import attention, products, schema, tiles, tokens
+from tests.kernels import paged
 from tests.tolerance import assert_close
 
 PAGE = 4
@@ -296,3 +297,12 @@ def test_experts_divided_by_their_rows_are_found_out(monkeypatch: pytest.MonkeyP
 def test_every_grafted_operator_has_a_case() -> None:
     assert {case.name for case in CASES.values()} | {"expert_linear"} == set(schema.GRAFTED)
     assert attention.KEYS == 64 and LENGTH > 2 * attention.KEYS
+
+
+@pytest.mark.parametrize(
+    "mask", [{"window": 3}, {"window": 70}, {"chunk": 5}, {"chunk": 66}], ids=str
+)
+def test_pages_out_of_reach_are_not_read(mask: dict[str, int]) -> None:
+    """They are another's by then, or full of NaN."""
+    torch.manual_seed(0)
+    paged.check(paged.Case((1, 7, 2, 5), (150, 90, 3, 0), **mask), attention.paged_attention)

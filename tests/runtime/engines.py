@@ -37,16 +37,18 @@ def assert_idle(engine: Engine) -> None:
     assert not loop.live
     assert not scheduler.running
     assert not scheduler.waiting
-    pages, slots = scheduler.pages, scheduler.slots
-    assert sorted(pages.free + pages.kept) == list(range(1, pages.num_pages))
-    assert not pages._users.any()
-    cache = scheduler.prefix
-    assert len(pages.kept) == cache.num_pages
-    assert not pages.kept or cache.is_on
+    cache, slots = scheduler.prefix, scheduler.slots
+    for group in scheduler.groups:
+        pages = group.pool
+        assert sorted(pages.free + pages.kept) == list(range(1, pages.num_pages))
+        assert not pages._users.any()
+        assert not pages.kept or cache.is_on
+        assert not group.tables.array.any()
+    kept = [len(group.pool.kept) for group in scheduler.groups if group.page_size]
+    assert kept == cache.num_pages
     first = slots.num_slots
     named = [checkpoint.slot for checkpoint in cache.checkpoints._named.values()]
     count = len(cache.checkpoints.free_slots) + len(named)
     assert sorted(cache.checkpoints.free_slots + named) == list(range(first, first + count))
     assert not scheduler._saves
     assert sorted(slots._free) == list(range(1, slots.num_slots))
-    assert not scheduler.tables.array.any()

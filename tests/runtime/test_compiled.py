@@ -11,6 +11,7 @@ from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
 
 import regraft
+from regraft.rewriter.declare import reaches_of
 from regraft.rewriter.validate import reference_logits
 from regraft.runtime import cuda_graphs
 from regraft.runtime.outline import layer_of
@@ -41,6 +42,7 @@ def runner_of(engine: regraft.Engine) -> Runner:
     [
         ("qwen3", 4),  # before the layers, the first, the others, behind them
         ("qwen3_moe", 5),
+        ("gemma2", 5),  # two page tables
     ],
 )
 def test_layers_share_a_body_that_is_compiled_once_for_all_sizes(name, bodies):
@@ -56,21 +58,23 @@ def test_layers_share_a_body_that_is_compiled_once_for_all_sizes(name, bodies):
     assert engine.report.notes == []
 
 
-def test_decode_graphs_of_any_bucket_run_what_was_compiled(monkeypatch):
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_decode_graphs_of_any_bucket_run_what_was_compiled(name, monkeypatch):
     """Their inputs lie as those that layers were compiled for: nothing is compiled again, nothing left out."""
     monkeypatch.setattr(cuda_graphs, "_PAGES", (3, 8))
-    name = "qwen3"
     model, engine = compiled_engine(name)
     runner = runner_of(engine)
+    bodies = runner._compiled.num_compiled
     runner._graphs = cuda_graphs.DecodeGraphs(
-        runner._compiled, runner.pools, runner.last_tokens, 8, 40, called_again
-    )
+        runner._compiled, runner.pools, runner.last_tokens, 8, 40, called_again,
+        reaches=reaches_of(engine.model.rows),
+    )  # fmt: skip
     texts = [FAMILIES[name].prompt(n, seed=n).tolist() for n in LENGTHS]
     expected = reference_logits(model, texts)
     for found, wanted in zip(engine.score(texts, schedule="decode"), expected):
         assert (found - wanted).abs().max() <= 1e-4
     assert {width for _, width in runner._graphs._recorded} == {3, 8, 40}
-    assert runner._compiled.num_compiled == 4
+    assert runner._compiled.num_compiled == bodies
     assert engine.report.notes == []
     runner._graphs = None
 

@@ -43,12 +43,11 @@ class Crowd:
     def poison(self):
         """NaN into every page and slot that nobody owns, the scratch ones too."""
         loop = self.engine._loop
-        for name, free in (
-            ("toy:x", loop.scheduler.pages.free),
-            ("toy:state", loop.scheduler.slots._free),
-        ):
-            if name in loop.runner.pools:
-                loop.runner.pools[name][[0, *free]] = NAN
+        free = {group.reach: group.pool.free for group in loop.scheduler.groups}
+        for row in self.model.rows:
+            loop.runner.pools[row.name][[0, *free[row.reach]]] = NAN
+        for state in self.model.states:
+            loop.runner.pools[state.name][[0, *loop.scheduler.slots._free]] = NAN
 
     def arrive(self):
         for _ in range(self.rng.choice([1, 1, 6])):
@@ -159,7 +158,7 @@ def leaks_the_pages_of_who_leaves(monkeypatch):
     release = Scheduler._release
 
     def mutant(self, request):
-        request.pages = request.pages[:-1]
+        request.held[0].pages = request.held[0].pages[:-1]
         release(self, request)
 
     monkeypatch.setattr(Scheduler, "_release", mutant)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from regraft.rewriter.declare import RowSpec, StateSpec
+from regraft.rewriter.declare import Reach, RowSpec, StateSpec
 from regraft.runtime import capacity as capacity_module
 from regraft.runtime.capacity import Capacity, plan_capacity
 from regraft.runtime.config import EngineConfig
@@ -64,10 +64,10 @@ def test_slots_are_handed_out_once_and_never_the_scratch_slot():
 
 def test_capacity_from_tokens():
     config = EngineConfig(cache_tokens=100, page_size=16, max_requests=5)
-    assert plan_capacity(config, ToyModel()) == Capacity(1 + 7, 16, 1 + 5)
+    assert plan_capacity(config, ToyModel()) == Capacity({Reach(): 1 + 7}, 16, 1 + 5)
     without_rows = plan_capacity(config, ToyModel(has_rows=False))
-    assert without_rows == Capacity(1, 0, 1 + 5)
-    assert without_rows.max_tokens is None
+    assert without_rows == Capacity({Reach(): 1}, 0, 1 + 5)
+    assert without_rows.max_tokens(64) is None
 
 
 def test_capacity_from_memory(monkeypatch):
@@ -78,12 +78,12 @@ def test_capacity_from_memory(monkeypatch):
     config = EngineConfig(memory_fraction=0.5, page_size=10, max_requests=1000)
     planned = plan_capacity(config, model)
     assert planned.num_slots == 25  # half of 50,000 bytes
-    assert planned.num_pages == 25
+    assert planned.pages[Reach()] == 25
     few = plan_capacity(EngineConfig(memory_fraction=0.5, page_size=10, max_requests=4), model)
-    assert (few.num_slots, few.num_pages) == (5, 45)
+    assert (few.num_slots, few.pages[Reach()]) == (5, 45)
     model.max_positions = 35
     capped = plan_capacity(EngineConfig(memory_fraction=0.5, page_size=10, max_requests=4), model)
-    assert capped.num_pages == 1 + 4 * 4  # no more than four requests of full length can use
+    assert capped.pages[Reach()] == 1 + 4 * 4  # no more than four requests of full length can use
     monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 3000)
     with pytest.raises(ValueError, match=r"750 bytes hold no request .* 100 bytes, .* 1000 more"):
         plan_capacity(EngineConfig(page_size=10), model)
@@ -97,11 +97,11 @@ def test_room_for_checkpoints(monkeypatch):
     sizes = {"memory_fraction": 0.5, "page_size": 10, "prefix_cache": True}
     planned = plan_capacity(EngineConfig(max_requests=1000, **sizes), model)
     # 25 states are half of 50,000 bytes.
-    assert (planned.num_slots, planned.num_checkpoints, planned.num_pages) == (13, 12, 25)
+    assert (planned.num_slots, planned.num_checkpoints, planned.pages[Reach()]) == (13, 12, 25)
     few = plan_capacity(EngineConfig(max_requests=4, **sizes), model)
-    assert (few.num_slots, few.num_checkpoints, few.num_pages) == (5, 4, 41)
+    assert (few.num_slots, few.num_checkpoints, few.pages[Reach()]) == (5, 4, 41)
     none = plan_capacity(EngineConfig(max_requests=4, prefix_checkpoints=0, **sizes), model)
-    assert (none.num_slots, none.num_checkpoints, none.num_pages) == (5, 0, 45)
+    assert (none.num_slots, none.num_checkpoints, none.pages[Reach()]) == (5, 0, 45)
     model.states = ()
     assert plan_capacity(EngineConfig(max_requests=4, **sizes), model).num_checkpoints == 0
     given = EngineConfig(cache_tokens=100, max_requests=4, prefix_cache=True)
@@ -111,7 +111,9 @@ def test_room_for_checkpoints(monkeypatch):
 
 
 def test_states_are_copied_between_slots():
-    runner = Runner(ToyModel(has_rows=False), Capacity(1, 0, num_slots=3, num_checkpoints=2))
+    runner = Runner(
+        ToyModel(has_rows=False), Capacity({Reach(): 1}, 0, num_slots=3, num_checkpoints=2)
+    )
     pool = runner.pools["toy:state"]
     pool[:, 0] = torch.arange(5.0)
     runner.copy_states({})
@@ -150,7 +152,7 @@ def test_free_memory_is_measured():
 def test_pools_have_the_declared_shapes_and_start_at_zero():
     model = ToyModel()
     model.rows = (RowSpec("half", (3, 2), torch.bfloat16),)
-    runner = Runner(model, Capacity(num_pages=4, page_size=8, num_slots=3))
+    runner = Runner(model, Capacity({Reach(): 4}, page_size=8, num_slots=3))
     assert runner.pools["half"].shape == (4, 8, 3, 2)
     assert runner.pools["half"].dtype == torch.bfloat16
     assert runner.pools["toy:state"].shape == (3, 1)

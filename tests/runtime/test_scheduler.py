@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from regraft.rewriter.declare import Reach
 from regraft.runtime.capacity import Capacity
 from regraft.runtime.config import EngineConfig
 from regraft.runtime.request import Request, ScoreRequest, Status
@@ -18,7 +19,7 @@ def make_scheduler(*, budget=32, chunk=8, requests=8, pages=100, page_size=4, sw
     config = EngineConfig(
         max_batch_tokens=budget, chunk_size=chunk, max_requests=requests, page_size=page_size
     )
-    return Scheduler(config, Capacity(1 + pages, page_size, 1 + requests), switch)
+    return Scheduler(config, Capacity({Reach(): 1 + pages}, page_size, 1 + requests), switch)
 
 
 def make_request(number, length, new=4):
@@ -82,7 +83,7 @@ def test_the_youngest_gives_up_its_pages_and_comes_back():
     for request in (old, young):
         scheduler.add(request)
     run_step(scheduler)
-    assert (len(old.pages), len(young.pages)) == (3, 2)
+    assert (len(old.held[0].pages), len(young.held[0].pages)) == (3, 2)
     run_step(scheduler)  # both are a token longer: 3 pages of old hold 12
     assert old.num_cached == 12
     assert young.status is Status.FINISHED
@@ -94,14 +95,14 @@ def test_the_youngest_gives_up_its_pages_and_comes_back():
         run_step(scheduler)
     assert scheduler.num_preemptions == 1
     assert other.status is Status.WAITING
-    assert (other.pages, other.slot, other.num_cached) == ([], 0, 0)
+    assert (other.held[0].pages, other.slot, other.num_cached) == ([], 0, 0)
     while scheduler.running or scheduler.waiting:
         run_step(scheduler)
     assert old.num_output == 9
     assert other.num_output == 8
-    assert scheduler.pages.num_free == 7
+    assert scheduler.groups[0].pool.num_free == 7
     assert scheduler.slots.num_free == 8
-    assert not scheduler.tables.array.any()
+    assert not scheduler.groups[0].tables.array.any()
 
 
 def test_a_preempted_request_is_admitted_before_younger_ones():
@@ -131,10 +132,10 @@ def test_growing_past_a_switch_length_starts_over_in_place():
     scheduler.add(request)
     assert run_step(scheduler) == [("r0", 0, 7)]
     assert run_step(scheduler) == [("r0", 7, 8)]  # its ninth token was made: longer than 8
-    pages = list(request.pages)
+    pages = list(request.held[0].pages)
     assert run_step(scheduler) == [("r0", 0, 9)]
-    assert request.pages[:2] == pages
-    assert len(request.pages) == 3
+    assert request.held[0].pages[:2] == pages
+    assert len(request.held[0].pages) == 3
     assert run_step(scheduler) == [("r0", 9, 10)]
 
 
@@ -149,10 +150,10 @@ def test_restarting_keeps_pages_and_slots():
     scheduler = make_scheduler()
     scheduler.add(make_request(0, 6))
     run_step(scheduler)
-    held = list(scheduler.running[0].pages), scheduler.running[0].slot
+    held = list(scheduler.running[0].held[0].pages), scheduler.running[0].slot
     scheduler.renew_weights(1)
     assert run_step(scheduler) == [("r0", 0, 7)]
-    assert (scheduler.running[0].pages, scheduler.running[0].slot) == held
+    assert (scheduler.running[0].held[0].pages, scheduler.running[0].slot) == held
 
 
 def test_chunks_of_a_scored_sequence_are_its_own_and_never_split():
@@ -210,4 +211,4 @@ def test_every_request_ends_whatever_the_pools(seed):
     for request in requests:
         assert request.status is Status.FINISHED
         assert request.num_output == request.params.max_new_tokens
-    assert scheduler.pages.num_free == pages
+    assert scheduler.groups[0].pool.num_free == pages

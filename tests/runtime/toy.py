@@ -5,7 +5,8 @@ So an engine that runs it must agree with `ToyModel.logits_of` to the last bit, 
 or a slot, once read, cannot hide.
 
     x[t]      = (7 * token[t] + 3 * position[t] + weight) % 89      the row; + 500 where the request is long
-    sum[t]    = x[0] + ... + x[t]                                   from the cached rows
+    sum[t]    = x[0] + ... + x[t]                                   from the cached rows; with `reaches`, (i + 2) times
+                                                                    those of x that the i-th reaches, as well
     state[t]  = (5 * state[t-1] + x[t]) % 97
     logits[t] = -((11 * v + sum[t] + state[t]) % 509)               for v in the vocabulary: all different
 """
@@ -16,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from regraft.rewriter.declare import RowSpec, StateSpec
+from regraft.rewriter.declare import Reach, RowSpec, StateSpec, field_of
 
 VOCAB = 64
 
@@ -29,12 +30,16 @@ class ToyModel:
         *,
         has_rows: bool = True,
         has_states: bool = True,
+        reaches: tuple[Reach, ...] = (),
         max_positions: int | None = 512,
         switch_lengths: tuple[int, ...] = (),
         min_tokens: int = 1,
         vocab_size: int = VOCAB,
     ) -> None:
         self.rows = (RowSpec("toy:x", (2,), torch.float32),) if has_rows else ()
+        self.rows += tuple(
+            RowSpec(f"toy:near{i}", (2,), torch.float32, reach) for i, reach in enumerate(reaches)
+        )
         self.states = (StateSpec("toy:state", (1,), torch.float32),) if has_states else ()
         self.vocab_size = vocab_size  # at most 509
         self.max_positions = max_positions
@@ -62,12 +67,17 @@ class ToyModel:
         extents = inputs["extents"].repeat_interleave(inputs["cu_seqlens"].diff())
         x = self._rows(inputs["input_ids"][0], inputs["position_ids"][0], extents)
         total = torch.zeros_like(x)
-        if self.rows:
-            pool = inputs["toy:x"]
-            pool.view(-1, 2)[inputs["slot_mapping"]] = torch.stack([x, -x], -1)
-            for start, end, context, pages in _sequences(inputs, "block_table"):
-                history = pool[pages].reshape(-1, 2)[: context + end - start]
-                total[start:end] = (history[:, 0] - history[:, 1]).cumsum(0)[context:] / 2
+        for row in self.rows:
+            pool = inputs[row.name].view(-1, 2)
+            size = inputs[row.name].shape[1]
+            pool[inputs[field_of("slot_mapping", row.reach)]] = torch.stack([x, -x], -1)
+            for start, end, context, pages in _sequences(
+                inputs, field_of("block_table", row.reach)
+            ):
+                places = torch.arange(row.reach.first(context), context + end - start)
+                history = pool[pages[places // size] * size + places % size]
+                history = torch.cat([torch.zeros(int(places[0]), 2), history])
+                total[start:end] += _reached(row, (history[:, 0] - history[:, 1]) / 2)[context:]
         if self.states:
             pool = inputs["toy:state"]
             for start, end, context, slot in _sequences(inputs, "state_slots"):
@@ -83,7 +93,9 @@ class ToyModel:
         """Logits after each token of one whole sequence, float32 [len, vocab]."""
         positions, extent = torch.arange(len(tokens)), torch.full((len(tokens),), len(tokens))
         x = self._rows(torch.tensor(tokens), positions, extent)
-        total = x.cumsum(0) if self.rows else torch.zeros_like(x)
+        total = torch.zeros_like(x)
+        for row in self.rows:
+            total += _reached(row, x)
         if self.states:
             state = torch.zeros(())
             for t in range(len(tokens)):
@@ -109,6 +121,14 @@ class ToyModel:
         return ((7 * tokens + 3 * positions + self.weight) % 89 + 500 * bucket).float()
 
 
+def _reached(row: RowSpec, x: torch.Tensor) -> torch.Tensor:
+    """What each token gets of a whole sequence's rows."""
+    factor = 1 if row.name == "toy:x" else 2 + int(row.name.removeprefix("toy:near"))
+    before = torch.cat([torch.zeros(1), x.cumsum(0)])
+    first = torch.tensor([row.reach.first(t) for t in range(len(x))], dtype=torch.int64)
+    return factor * (before[1:] - before[first])
+
+
 def _sequences(inputs: Mapping[str, torch.Tensor], last: str):
     ends = inputs["cu_seqlens"].tolist()
     return zip(ends, ends[1:], inputs["context_lens"].tolist(), inputs[last])
@@ -123,14 +143,18 @@ def check_inputs(inputs: Mapping[str, torch.Tensor], min_tokens: int) -> None:
         "position_ids": ((1, num_tokens), torch.int64),
         "cu_seqlens": ((num_sequences + 1,), torch.int32),
         "context_lens": ((num_sequences,), torch.int32),
-        "slot_mapping": ((num_tokens,), torch.int64),
+        **{
+            name: ((num_tokens,), torch.int64) for name in inputs if name.startswith("slot_mapping")
+        },
         "state_slots": ((num_sequences,), torch.int64),
         "extents": ((num_sequences,), torch.int64),
     }
     for name, (shape, dtype) in shapes.items():
         assert tuple(inputs[name].shape) == shape, name
         assert inputs[name].dtype == dtype, name
-    assert inputs["block_table"].dtype == torch.int32
+    tables = [name for name in inputs if name.startswith("block_table")]
+    assert tables
+    assert all(inputs[name].dtype == torch.int32 for name in tables)
     assert inputs["logits_rows"].dtype == torch.int64
     assert len(inputs["logits_rows"]) >= 1
     assert num_tokens >= min_tokens
@@ -143,9 +167,8 @@ def check_inputs(inputs: Mapping[str, torch.Tensor], min_tokens: int) -> None:
     expected = torch.cat([torch.arange(s, s + n) for s, n in zip(starts.tolist(), counts.tolist())])
     assert torch.equal(inputs["position_ids"][0], expected)
     assert (inputs["extents"] >= starts + counts).all()
-    owned = inputs["slot_mapping"][inputs["slot_mapping"] > 0]
     assert len(set(inputs["state_slots"].tolist())) == num_sequences
-    if "toy:x" in inputs:
-        page_size = inputs["toy:x"].shape[1]
-        owned = owned[owned >= page_size]
+    sizes = [pool.shape[1] for name, pool in inputs.items() if name in ("toy:x", "toy:near0")]
+    for name in (name for name in inputs if sizes and name.startswith("slot_mapping")):
+        owned = inputs[name][inputs[name] >= sizes[0]]
         assert len(set(owned.tolist())) == len(owned), "two tokens write one row"
