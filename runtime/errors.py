@@ -19,6 +19,10 @@ class EngineFailedError(RuntimeError):
     """A step failed, and with it every request under way; the cause is the error of that step."""
 
 
+class TextError(RuntimeError):
+    """The tokenizer could not turn tokens into text: whose tokens they are, that request ends with it."""
+
+
 class EngineFullError(RequestError):
     """The queue has no room; `retry_after` is a guess of when it has (seconds)."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from . import sampler
 from .capacity import Capacity
 from .config import EngineConfig
-from .errors import EngineBusyError, EngineClosedError, RequestError, described
+from .errors import EngineBusyError, EngineClosedError, RequestError, TextError, described
 from .output import FinishReason, RequestOutput, StreamToken
 from .pending import Pending
 from .request import PENDING, Request, ScoreRequest, Span, Status, extras
@@ -225,11 +225,17 @@ class StepLoop:
             return
         request.tokens[position] = token
         request.logprobs.append(logprob)
-        reason = request.finish_reason_at(position)
+        try:
+            reason = request.finish_reason_at(position)
+            text = _piece(request, token) if reason is None else ""
+        except TextError as problem:
+            request.error = str(problem)
+            self._finish(request, "error", token=token, error=request.error)
+            return
         if reason is not None:
             self._finish(request, reason, token=token)
         elif request.sink is not None:
-            request.sink(_stream_token(request, token))
+            request.sink(_stream_token(request, token, text))
 
     def _settle(self) -> None:
         """Takes in what was submitted and cancelled since it was last called."""
@@ -257,25 +263,33 @@ class StepLoop:
         token: int | None = None,
         error: str | None = None,
     ) -> None:
-        """Ends a request; `token` is the one it ends with, if it made one in this step."""
+        """Ends a request; `token` is the one it ends with, if it made one in this step.
+
+        If its text cannot be told it ends with that error, or with the one that it ends with anyway.
+        """
         # An error of the request's own, as of a caller's processor, says nothing of what the model computed.
         is_sound = reason != "error" or request.error is not None
         self.scheduler.remove(request, is_sound=is_sound)
         if self.live.get(request.request_id) is request:
             del self.live[request.request_id]
         made = [token for token in request.tokens[request.num_prompt :] if token != PENDING]
+        text, piece = None, ""
+        try:
+            text, piece = self._text_of(request, made), _piece(request, token, is_last=True)
+        except TextError as problem:
+            reason, error = "error", error or str(problem)
         request.output = RequestOutput(
             request_id=request.request_id,
             prompt_token_ids=request.tokens[: request.num_prompt],
             token_ids=made,
             logprobs=request.logprobs if request.params.logprobs else None,
             finish_reason=reason,
-            text=self._text_of(request, made),
+            text=text,
             error=error,
             **extras(request),
         )
         if request.sink is not None:
-            request.sink(_stream_token(request, token))
+            request.sink(_stream_token(request, token, piece))
 
     def _text_of(self, request: Request, made: list[int]) -> str | None:
         if request.stop_text is not None:
@@ -284,13 +298,18 @@ class StepLoop:
         return None if self._tokenizer is None else decode(self._tokenizer, made)
 
 
-def _stream_token(request: Request, token: int | None) -> StreamToken:
+def _piece(request: Request, token: int | None, *, is_last: bool = False) -> str:
+    """The text that `token`, or its end without one, adds to a stream."""
+    if request.detokenizer is None:
+        return ""
+    text = request.detokenizer.push(token) if token is not None else ""
+    return text + (request.detokenizer.flush() if is_last else "")
+
+
+def _stream_token(request: Request, token: int | None, text: str) -> StreamToken:
     """The item of a stream for `token`, the last of `request`, or for its end without one."""
-    output, text = request.output, ""
+    output = request.output
     likeliest = request.top_logprobs and token is not None
-    if request.detokenizer is not None:
-        text = request.detokenizer.push(token) if token is not None else ""
-        text += request.detokenizer.flush() if output is not None else ""
     return StreamToken(
         request_id=request.request_id,
         token_id=token,

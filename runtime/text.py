@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
+
+from .errors import TextError, described
+
+logger = logging.getLogger(__name__)
 
 _INCOMPLETE = "\ufffd"
 """What a tokenizer decodes the first bytes of an unfinished character to."""
@@ -107,8 +112,13 @@ class StopText:
 
 
 def decode(tokenizer: Any, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-    """The text of tokens, without special ones and with spaces as they are."""
-    text: str = tokenizer.decode(
-        token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-    )
+    """The text of tokens, without special ones and with spaces as they are. TextError if the tokenizer fails at it."""
+    try:
+        text: str = tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+    except Exception as error:
+        # Any code may stand behind a tokenizer. Whatever it raises ends the request whose tokens these are, alone.
+        logger.exception("the tokenizer raised")
+        raise TextError(f"the tokenizer raised {described(error)}") from error
     return text

@@ -15,6 +15,7 @@ from regraft.runtime.errors import (
     EngineFailedError,
     EngineFullError,
     RequestError,
+    TextError,
 )
 from regraft.runtime.output import RequestOutput
 
@@ -43,6 +44,8 @@ def body_of(problem: Exception) -> tuple[int, dict[str, Any]]:
         return 429, error(str(problem), "rate_limit_error", "queue_full")
     if isinstance(problem, (EngineClosedError, EngineFailedError)):
         return 503, error(str(problem), "server_error")
+    if isinstance(problem, TextError):
+        return 500, error(f"the request failed: {problem}", "server_error")
     if isinstance(problem, TimeoutError):
         return 504, error("the request took too long and was cancelled", "server_error")
     return 400, error(str(problem), "invalid_request_error")
@@ -68,6 +71,7 @@ def add_handlers(app: FastAPI) -> None:
     kinds: tuple[type[Exception], ...] = (
         RequestError,
         EngineFailedError,
+        TextError,
         TimeoutError,
         RequestValidationError,
         HTTPException,

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from regraft.runtime.asynchronous import AsyncEngine, AsyncTokenStream
 from regraft.runtime.engine import Engine
-from regraft.runtime.errors import EngineFailedError, RequestError
+from regraft.runtime.errors import EngineFailedError, RequestError, TextError
 from regraft.runtime.output import RequestOutput
 from regraft.runtime.prompts import to_token_ids
 from regraft.runtime.text import decode
@@ -170,7 +170,7 @@ class Service:
         try:
             async for one in events:
                 yield one
-        except (HTTPException, EngineFailedError, TimeoutError) as problem:
+        except (HTTPException, EngineFailedError, TextError, TimeoutError) as problem:
             yield event(body_of(problem)[1])
 
     def _echoed(self, output: RequestOutput, piece: Piece) -> Piece:

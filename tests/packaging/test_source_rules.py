@@ -18,6 +18,7 @@ MAX_FUNCTION_LINES = 70
 BROAD = ("Exception", "BaseException")
 BOUNDARIES = {
     "runtime/sampler.py": 1,  # a caller's own processor may raise anything: it ends that caller's request alone
+    "runtime/text.py": 1,  # a tokenizer may raise anything as well: it ends the request whose tokens it was given
     "runtime/background.py": 1,  # the end of a thread: every waiter is told, and whoever comes later
 }
 """Where everything is caught, how often, and why. Nothing is swallowed there: each is logged and told."""

@@ -75,9 +75,9 @@ def test_a_request_that_has_ended_still_has_its_last_token(monkeypatch):
     """Its output is there a moment before: made long here, that moment loses nothing."""
     plain = loop_module._stream_token
 
-    def late(request, token):
+    def late(request, token, text):
         time.sleep(0.003 if request.output is not None else 0)
-        return plain(request, token)
+        return plain(request, token, text)
 
     monkeypatch.setattr(loop_module, "_stream_token", late)
 

@@ -8,6 +8,7 @@ import pytest
 
 from regraft.runtime.errors import EngineBusyError, EngineClosedError, RequestError
 from tests.runtime.engines import assert_idle, make_engine, make_prompts
+from tests.runtime.tokenizers_made_here import byte_tokenizer
 from tests.runtime.toy import ToyModel
 
 BAD = [
@@ -242,4 +243,55 @@ def test_logits_that_are_not_finite_end_their_own_request_only():
     assert {tuple(o.token_ids) for o in outputs} == {
         tuple(engine.model.continue_greedily([1, 2, 3], 4))
     }
+    assert_idle(engine)
+
+
+class Fails:
+    """A byte tokenizer that cannot decode whatever ends with one token, or has it anywhere."""
+
+    def __init__(self, token, *, only_last=False):
+        self._plain = byte_tokenizer()
+        self._token, self._only_last = token, only_last
+
+    def __getattr__(self, name):
+        return getattr(self._plain, name)
+
+    def decode(self, token_ids, **options):
+        if self._token in (token_ids[-1:] if self._only_last else token_ids):
+            raise KeyError(self._token)
+        return self._plain.decode(token_ids, **options)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("only_last", [False, True])
+@pytest.mark.parametrize("call", ["generate", "stop", "stream", "requests"])
+def test_a_tokenizer_that_raises_ends_its_own_request_only(call, only_last, overlaps):
+    model = ToyModel(vocab_size=256)
+    prompts = [[1, 2, 3], [60, 61, 62], [4, 5, 6]]
+    made = [model.continue_greedily(prompt, 6) for prompt in prompts]
+    at = 5 if call == "generate" and only_last else 3
+    (bad,) = {made[1][at]} - {*made[0], *made[2], *made[1][:at]}
+    engine = make_engine(model, tokenizer=Fails(bad, only_last=only_last), overlaps=overlaps)
+    fields = {"max_new_tokens": 6, **({"stop_strings": ["never"]} if call == "stop" else {})}
+    outputs = {}
+    if call in ("generate", "stop"):
+        outputs = dict(enumerate(engine.generate(prompts, **fields)))
+    elif call == "stream":
+        for i, prompt in enumerate(prompts):
+            *_, last = engine.stream(prompt, **fields)
+            outputs[i] = last.output
+    else:
+        names = [engine.add_request(prompt, **fields) for prompt in prompts]
+        while engine.has_unfinished:
+            for token in engine.step():
+                if token.output is not None:
+                    outputs[names.index(token.request_id)] = token.output
+    assert [outputs[i].finish_reason for i in range(3)] == ["length", "error", "length"]
+    assert outputs[1].error == f"the tokenizer raised KeyError: {bad}"
+    assert outputs[1].text is None
+    count = 6 if call == "generate" else at + 1
+    assert outputs[1].token_ids == made[1][:count]
+    for i in (0, 2):
+        assert outputs[i].token_ids == made[i]
+        assert outputs[i].text == engine.tokenizer.decode(made[i])
     assert_idle(engine)

@@ -424,3 +424,34 @@ def test_one_that_fails_fails_alone():
         with httpx.stream("POST", url, json={**body, "stream": True}) as stream:
             assert "are not finite" in [line for line in stream.iter_lines() if line][-1]
         assert httpx.post(url, json={**body, "prompt": [8]}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"logprobs": 1}, {"echo": True}, {"stop": "never"}], ids=str
+)
+def test_one_whose_text_cannot_be_told_fails_alone(fields, monkeypatch):
+    engine = toy_engine()
+    tokens, other = (engine.model.continue_greedily([start], 4) for start in (7, 8))
+    assert tokens[2] not in other
+    decode = engine.tokenizer.decode
+
+    def raising(token_ids, **options):
+        if tokens[2] in token_ids:
+            raise OverflowError("out of range")
+        return decode(token_ids, **options)
+
+    monkeypatch.setattr(engine.tokenizer, "decode", raising)
+    with running(engine) as (_, address):
+        url = f"{address}/v1/completions"
+        body = {"model": "toy", "prompt": [7], "max_tokens": 4, "temperature": 0, **fields}
+        answer = httpx.post(url, json=body)
+        assert answer.status_code == 500
+        said = "the request failed: the tokenizer raised OverflowError: out of range"
+        assert answer.json()["error"]["message"] == said
+        if "echo" not in fields:
+            with httpx.stream("POST", url, json={**body, "stream": True}) as stream:
+                assert said in [line for line in stream.iter_lines() if line][-1]
+        good = httpx.post(url, json={**body, "prompt": [8]})
+        assert good.status_code == 200
+        assert httpx.get(f"{address}/health").status_code == 200
+    assert_idle(engine)
