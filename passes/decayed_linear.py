@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import TOKENS, is_aten
+from regraft.rewriter.initialised import initialised
 from regraft.rewriter.leaf_trace import ROWS, LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
+from regraft.rewriter.meta_twin import on_meta
 from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.pipeline import Rewriting
@@ -60,9 +63,10 @@ class LeafCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """The module as a graph with the operator in it."""
+    """The module as a graph with the operator in it. `looked_at` is the call that was traced and is compared with."""
 
     found: LeafCall
+    looked_at: ModuleCall
     trace: LeafTrace
     state: Rewriting
 
@@ -77,7 +81,8 @@ def pattern(region: Region) -> LeafCall | Declined:
 
 def check(found: LeafCall) -> Plan | Declined:
     """One scan in it and nothing else that mixes, of rows only, and the same over several blocks."""
-    plan = _look(found)
+    call = _with_numbers(found.call, only_buffers=True)
+    plan = _look(found, call)
     if isinstance(plan, Declined):
         return plan
     state = plan.state
@@ -85,7 +90,7 @@ def check(found: LeafCall) -> Plan | Declined:
     for i, node in enumerate(found.given):
         if plan.trace.tables.get(i) in read and node not in found.region.inputs:
             return Declined("the module reads what is not one row per token", node, 0.7)
-    error = difference(plan)
+    error = difference(plan) if call is found.call else _difference_at_random(plan)
     dtype = found.region.closer.meta["dtype"]
     if not error <= TOLERANCE.get(dtype, 0.0):
         return Declined(
@@ -96,11 +101,19 @@ def check(found: LeafCall) -> Plan | Declined:
     return plan
 
 
-def _look(found: LeafCall) -> Plan | Declined:
+def _with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:
+    """A call of a module without weights, as one of a copy that has the model's own buffers; any other as it is."""
+    if call.initialise is None or not on_meta(call.module):
+        return call
+    module = initialised(call.module, call.initialise, only_buffers=only_buffers)
+    return call if module is None else replace(call, module=module, forward=module.forward)
+
+
+def _look(found: LeafCall, call: ModuleCall) -> Plan | Declined:
     """The module over few tokens, its scan grafted."""
     closer = found.region.closer
     try:
-        trace = trace_leaf(found.call, found.given, found.result, SHORT)
+        trace = trace_leaf(call, found.given, found.result, SHORT)
     except LeafUnsupported as problem:
         return Declined(str(problem), closer, 0.1)
     placeholders = (node for node in trace.captured.graph.nodes if node.op == "placeholder")
@@ -116,7 +129,25 @@ def _look(found: LeafCall) -> Plan | Declined:
         return Declined(f"over {SHORT} tokens, {problem.problem}", closer, 0.3)
     if len(state.served) != 1:
         return Declined(f"{len(state.served)} scans over {SHORT} tokens", closer, 0.3)
-    return Plan(found, trace, state)
+    return Plan(found, call, trace, state)
+
+
+_MEASURED: WeakKeyDictionary[type[nn.Module], dict[str, float]] = WeakKeyDictionary()
+"""By class of module and text of its graph: what `difference` is for weights at random."""
+
+
+def _difference_at_random(plan: Plan) -> float:
+    """For a module without weights. Measured once for all layers of the same code and shapes: at a model's real width
+    it takes seconds, and between such layers only numbers differ, of which the decays were looked at.
+    """
+    captured = plan.trace.captured
+    shapes = {name: (*weight.shape, weight.dtype) for name, weight in captured.weights.items()}
+    kind = f"{captured.max_tokens} {shapes} {captured.graph}"
+    measured = _MEASURED.setdefault(type(plan.found.call.module), {})
+    if kind not in measured:
+        drawn = _look(plan.found, _with_numbers(plan.found.call, only_buffers=False))
+        measured[kind] = float("nan") if isinstance(drawn, Declined) else difference(drawn)
+    return measured[kind]
 
 
 @torch.no_grad()
@@ -124,7 +155,7 @@ def difference(plan: Plan) -> float:
     """The largest difference to the module's own forward on random rows of several blocks, as a part of the largest
     magnitude.
     """
-    captured, call = plan.trace.captured, plan.found.call
+    captured, call = plan.trace.captured, plan.looked_at
     block = (captured.max_tokens or 64) + 1
     length = 2 * block + block // 2 + 1
     device = next(t.device for t in captured.weights.values())
@@ -176,10 +207,16 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
                 )
             elif not plan.trace.captured.weight_names[attribute].startswith(ROWS):
                 name = plan.trace.weight_name(attribute, path)
-                copies[node] = grafting.weight(name, plan.trace.captured.weights[attribute])
+                own = operator.attrgetter(name.removeprefix(f"{path}."))(found.call.module)
+                copies[node] = grafting.weight(name, own)
             continue
         copies[node] = _copy(node, copies, path, grafting)
     grafting.replace(found.region.closer, copies[state.captured.logits])
+    if plan.looked_at is not found.call:
+        grafting.notes.append(
+            "without weights: the decays are those that the model's own code fills in, and whether the module goes on "
+            "like this from block to block was measured with weights at random"
+        )
 
 
 def _inputs(plan: Plan, grafting: Grafting) -> dict[fx.Node, fx.Node]:

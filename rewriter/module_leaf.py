@@ -96,7 +96,8 @@ class ModuleCall:
 
     `arguments` and `results` are templates: a slot, or a ShapeOf, for what is passed, and constants. `writes` are the
     module's own tensors that a forward pass of the model writes into: they are passed in, after the arguments, as
-    what they are by then. `settings` selects the implementations that the model was traced with.
+    what they are by then. `settings` selects the implementations that the model was traced with. `initialise` is how
+    the model fills a module that no file has weights for (see initialised.py), if it can.
     """
 
     key: str
@@ -110,6 +111,7 @@ class ModuleCall:
     result_spec: pytree.TreeSpec
     tokens_at: TokensAt | None
     writes: tuple[tuple[nn.Module, str], ...] = ()
+    initialise: Callable[[nn.Module], None] | None = None
 
     def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
         """The module's own forward on these tensors; its attributes and buffers are as before afterwards."""

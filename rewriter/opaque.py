@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .errors import RewriteError
+from .initialised import initialiser
 from .leaf_shapes import Example, example_of, results_in_tokens
 from .leaves import LeafUnsupported
 from .meta_twin import off_meta, on_meta
@@ -152,6 +153,7 @@ class OpaqueModules:
                 result_spec=examples[0].spec,
                 tokens_at=given.tokens_at(self._symbol),
                 writes=writes,
+                initialise=initialiser(self._model, path),
             )
             self._calls[call.key] = call
             return emit(call, given.tensors, given.sizes)

@@ -142,10 +142,7 @@ def test_falcon_h1_34b() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_minimax_text_01() -> None:
-    """80 layers, every eighth with full attention.
-
-    Whether the others' decays are constant is a question to weights: without them they are named as replayed.
-    """
+    """80 layers, every eighth with full attention; the decays of the others are buffers, computed without weights."""
     config = MiniMaxConfig(
         vocab_size=200064, hidden_size=6144, intermediate_size=9216, num_hidden_layers=80, num_attention_heads=64,
         num_key_value_heads=8, head_dim=128, num_local_experts=32, num_experts_per_tok=2,
@@ -159,10 +156,13 @@ def test_minimax_text_01() -> None:
     ]
     assert sum(row.num_bytes for layer in attention for row in layer.rows) == 10 * 2 * 8 * 128 * 2
     others = [layer for layer in report.layers if layer not in attention]
-    assert {layer.path for layer in others} == {
+    assert [layer.path for layer in others] == [
         f"model.layers.{i}.self_attn" for i in range(80) if i % 8 != 7
-    }
-    assert all("weights needed" in layer.reason for layer in others)
+    ]
+    assert {(layer.kind, layer.served) for layer in others} == {("decayed_linear", "grafted")}
+    assert report.bytes_per_token == 10 * 2 * 8 * 128 * 2
+    assert report.bytes_per_request == 70 * 64 * 128 * 128 * 4
+    assert all("without weights" in layer.notes[0] for layer in others)
 
 
 def test_rows_that_a_window_bounds() -> None:

@@ -200,12 +200,6 @@ def test_declines(mixer: type[Blocks], reason: str) -> None:
     check_declined(model, PASS, reason)
 
 
-def test_declines_without_weights() -> None:
-    with torch.device("meta"):
-        model = BlocksLM(Blocks())
-    check_declined(model, PASS, "weights needed")
-
-
 def test_reads_off_where_the_factor_is_known_best() -> None:
     mixer = Blocks()
     assert decayed_scan.read_off(mixer.within[0]).tolist() == [1, BLOCK - 1, BLOCK - 1]
