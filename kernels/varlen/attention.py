@@ -38,7 +38,7 @@ class Scoring:
         return all(not bound or length <= bound for bound in (self.window, self.chunk))
 
     def mask(self, length: int, device: torch.device) -> Tensor:
-        """[L, L] True where a query attends to a key."""
+        """[L, L] True where a query may attend to a key."""
         pos = torch.arange(length, device=device)
         distance = pos[:, None] - pos
         mask = distance >= 0
@@ -68,11 +68,8 @@ def _attend(
     for start, count, length in _batches(bounds):
         rows = slice(start, start + count * length)
         one, two, three = (x[rows].unflatten(0, (count, length)).transpose(1, 2) for x in (q, k, v))
-        if scoring.is_plain and rel_bias is None:
-            out = _fused(one, two, three, scoring)
-        else:
-            bias = None if rel_bias is None else rel_bias[rows].unflatten(0, (count, length))
-            out = _spelled_out(one, two, three, scoring, bias)
+        bias = None if rel_bias is None else rel_bias[rows].unflatten(0, (count, length))
+        out = weighted(one, two, three, scoring, rel_bias=bias)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     outs.append(q.new_zeros(len(q) - bounds[-1], q.shape[1], v.shape[2]))
     return torch.cat(outs)
@@ -87,15 +84,35 @@ def _batches(bounds: list[int]) -> Iterator[tuple[int, int, int]]:
     yield from ((start, 1, length) for start, length in zip(bounds, lengths) if length)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+def weighted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scoring: Scoring,
+    mask: Tensor | None = None,
+    rel_bias: Tensor | None = None,
+) -> Tensor:
+    """Attention of sequences of one length, q [R, H, L, D] -> [R, H, L, Dv].
+
+    `mask` [L, L] is True where a query attends to a key, by default where `scoring` lets it; each query must attend to
+    one. rel_bias [R, L, H, W].
+    """
+    if scoring.is_plain and rel_bias is None:
+        return _fused(q, k, v, scoring, mask)
+    return _spelled_out(q, k, v, scoring, mask, rel_bias)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None) -> Tensor:
     """[R, H, L, Dv]."""
     length = q.shape[2]
-    triangle = scoring.is_triangle(length)
+    triangle = mask is None and scoring.is_triangle(length)
+    if mask is None and not triangle:
+        mask = scoring.mask(length, q.device)
     return scaled_dot_product_attention(
         q,
         k,
         v,
-        attn_mask=None if triangle else scoring.mask(length, q.device),
+        attn_mask=mask,
         is_causal=triangle,
         scale=scoring.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -103,9 +120,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _spelled_out(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, rel_bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None, rel_bias: Tensor | None
 ) -> Tensor:
-    """[R, H, L, Dv], step by step in float32; rel_bias [R, L, H, W]."""
+    """[R, H, L, Dv], step by step in float32."""
     length, share = q.shape[2], q.shape[1] // k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(share, dim=1).to(wide) for x in (k, v))
@@ -119,7 +136,8 @@ def _spelled_out(
         scores = scores - scoring.alibi_slopes.to(wide)[:, None, None] * distance
     if rel_bias is not None:
         scores = scores + _by_distance(rel_bias.transpose(1, 2).to(wide), distance)
-    scores = scores.masked_fill(~scoring.mask(length, q.device), float("-inf"))
+    seen = scoring.mask(length, q.device) if mask is None else mask
+    scores = scores.masked_fill(~seen, float("-inf"))
     if scoring.sinks is None:
         weights = scores.softmax(-1)
     else:

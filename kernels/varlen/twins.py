@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import attention, recurrent  # noqa: F401 (they register the operators)
+from . import attention, indexed, recurrent  # noqa: F401 (they register the operators)
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ STATELESS: dict[str, Twin] = {
         "ssd",
         "selective_scan",
         "decayed_linear",
+        "index_topk",
+        "index_pool_topk",
+        "indexed_attention",
+        "indexed_latent_attention",
     )
 }
 """Qualified name of an operator that keeps rows or states -> its twin."""

@@ -23,6 +23,7 @@ KINDS = {
     "bloom": "attention with ALiBi, no positions",
     "gpt_oss": "attention with sinks, experts",
     "deepseek_v3": "latent attention, experts",
+    "deepseek_v32": "latent attention to keys that an indexer selects",
     "qwen3_next": "gated delta rule, attention, experts",
     "kimi_linear": "KDA, latent attention",
     "mamba2": "SSD, no positions",

@@ -20,6 +20,7 @@ KINDS = {
     "bloom": "attention with ALiBi, a function with a backward of its own",
     "gpt_oss": "attention with sinks, experts",
     "deepseek_v3": "latent attention, a router's choice without a gradient",
+    "deepseek_v32": "latent attention to keys that an indexer selects",
     "qwen3_next": "gated delta rule, convolution, experts",
     "kimi_linear": "KDA",
     "mamba2": "SSD",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import softplus
 import regraft.kernels.causal_conv
 import regraft.kernels.decayed_linear
 import regraft.kernels.delta_rule
+import regraft.kernels.indexed_attention
 import regraft.kernels.kda
 import regraft.kernels.paged_attention
 import regraft.kernels.selective_scan
@@ -42,6 +44,30 @@ def attention(**extra: Any) -> Case:
     plain = {"scale": 0.4, "window": 0, "chunk": 0, "softcap": 0.0}
     none = {"sinks": None, "alibi_slopes": None, "rel_bias": None}
     return Case("paged_attention", {**rows, **plain, **none, **extra})
+
+
+def selection(topk: int = 6) -> Tensor:
+    """[N, topk] a few positions of each token's own past, its own among them, then -1."""
+    selected = torch.full((N, topk), -1, dtype=torch.int32)
+    for start, end in pairwise(BOUNDS.tolist()):
+        for pos in range(end - start):
+            chosen = torch.randperm(pos)[: topk - 1].sort().values
+            selected[start + pos, : len(chosen) + 1] = torch.cat([chosen, torch.tensor([pos])])
+    return selected
+
+
+def indexed(**extra: Any) -> Case:
+    rows = {"q": torch.randn(N, 4, 6), "k": torch.randn(N, 2, 6), "v": torch.randn(N, 2, 5)}
+    plain = {"scale": 0.4, "window": 0, "chunk": 0, "softcap": 0.0, "sinks": None}
+    return Case("indexed_attention", {**rows, "selected": selection(), **plain, **extra})
+
+
+def indexed_latent() -> Case:
+    rows = {"q": torch.randn(N, 4, 7), "rows": torch.randn(N, 8), "selected": selection()}
+    weights = {"w_k": torch.randn(4, 4, 5), "w_v": torch.randn(4, 6, 5)}
+    plain = {"scale": 0.4, "window": 0, "chunk": 0, "softcap": 0.0, "sinks": None}
+    starts = {"latent_start": 3, "shared_start": 0}
+    return Case("indexed_latent_attention", {**rows, **weights, **starts, **plain})
 
 
 def delta(name: str, decay: Tensor) -> Case:
@@ -110,6 +136,10 @@ def cases() -> dict[str, Callable[[], Case]]:
             },
             ("state", (3, 4)),
         ),
+        "selected keys": indexed,
+        "selected keys, window": lambda: indexed(window=5),
+        "selected keys, sinks and softcap": lambda: indexed(softcap=2.0, sinks=torch.randn(4)),
+        "selected latent rows": indexed_latent,
         "decayed linear": lambda: Case(
             "decayed_linear",
             {
@@ -148,8 +178,9 @@ def stateful(case: Case) -> Tensor:
         given["block_table"] = pages.int()
         lengths = BOUNDS.diff().tolist()
         given["slot_mapping"] = torch.cat([pages[r, :n] for r, n in enumerate(lengths)])
-        for pool, rows in (("k_cache", "k"), ("v_cache", "v")):
-            given[pool] = torch.full((R * N + 1, 1, *given[rows].shape[1:]), torch.nan)
+        for pool, rows in (("k_cache", "k"), ("v_cache", "v"), ("cache", "rows")):
+            if rows in given:
+                given[pool] = torch.full((R * N + 1, 1, *given[rows].shape[1:]), torch.nan)
     operator = getattr(torch.ops.regraft, case.name).default
     return operator(*(given[a.name] for a in operator._schema.arguments))
 
@@ -163,12 +194,14 @@ def test_equals_its_stateful_twin(case: Case) -> None:
 
 
 def test_every_operator_has_a_case() -> None:
-    assert {f"regraft::{make().name}" for make in cases().values()} == set(STATELESS)
+    """Selections, which have no gradient, are tested in test_varlen_indexed.py."""
+    selections = {"regraft::index_topk", "regraft::index_pool_topk"}
+    assert {f"regraft::{make().name}" for make in cases().values()} == set(STATELESS) - selections
 
 
 def test_a_twin_takes_everything_but_caches() -> None:
     """An argument that a twin lacks would be dropped in silence."""
-    caches = {"k_cache", "v_cache", "conv_state", "state"}
+    caches = {"k_cache", "v_cache", "cache", "conv_state", "state"}
     caches |= {"context_lens", "block_table", "slot_mapping", "state_slots"}
     for name, stateless in STATELESS.items():
         operator = getattr(torch.ops.regraft, name.removeprefix("regraft::")).default

@@ -1,0 +1,156 @@
+"""Every family through the backend in every form: measured, and written into the README as a table.
+
+python -m tests.backend.zoo measure FILE [--forms packed "padded right" ...] [FAMILY ...]   # adds what FILE lacks
+python -m tests.backend.zoo table FILE                                       # the README's table and its reasons
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from regraft.rewriter.backend_report import GraphReport
+from tests.backend.batches import FORMS, LOGITS, alone, batch, compiled, fresh_dynamo, texts, worst
+from tests.families.models import FAMILIES, build
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = (
+    "<!-- families through the backend: tests/backend/zoo.py -->",
+    "<!-- end of the families -->",
+)
+SERVED = [name for name, family in FAMILIES.items() if not family.refused]
+NO_IDS = "no input is called input_ids"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One family in one form.
+
+    error       largest difference of a logit from each text by itself
+    own         the same of the model's own call
+    from_own    largest difference of a logit from the model's own call
+    state       "grafted", "replayed" (in part), "left alone" or "in part" (some of its graphs left alone)
+    reason      why it is not all grafted
+    """
+
+    family: str
+    form: str
+    error: float
+    own: float
+    from_own: float
+    state: str
+    reason: str
+
+    @property
+    def is_right(self) -> bool:
+        """As each text by itself; where the model's own call counts padding, or is left alone, as that call."""
+        if self.state in ("grafted", "replayed") and not self.counts_padding:
+            return self.error <= LOGITS
+        return self.from_own <= LOGITS
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether the model itself, which ignores padding, gives positions that count it."""
+        return self.form == "padded left" and self.own > 10 * LOGITS
+
+    def __str__(self) -> str:
+        if self.state == "left alone":
+            return "left alone"
+        note = {"grafted": "", "replayed": " replayed", "in part": " in part"}[self.state]
+        if self.counts_padding:
+            return f"{self.from_own:.0e} (of the padded call){note}"
+        return f"{self.error:.0e}{note}"
+
+
+def measure(name: str, form: str) -> Way:
+    """One compilation, without a compiler behind it."""
+    model, call = build(name), batch(form, texts(name))
+    with fresh_dynamo() as reports, torch.no_grad():
+        logits = call.split(compiled(model)(**call.inputs, use_cache=False).logits)
+    with torch.no_grad():
+        own = call.split(model(**call.inputs, use_cache=False).logits)
+    expected = alone(model, call.texts)
+    state, reason = told(reports)
+    return Way(
+        name, form, worst(logits, expected), worst(own, expected), worst(logits, own), state, reason
+    )
+
+
+def told(reports: list[GraphReport]) -> tuple[str, str]:
+    """What the reports of one call come to, and why it is no more."""
+    left = [report.reason for report in reports if not report.served]
+    left += [report.last_fallback for report in reports if report.fallbacks]
+    if left:
+        state = (
+            "left alone" if not any(r.served and not r.fallbacks for r in reports) else "in part"
+        )
+        said = [reason for reason in left if reason != NO_IDS]
+        broken = f"Dynamo breaks it into {len(reports)} graphs"
+        return state, said[0] if said else broken if len(reports) > 1 else NO_IDS
+    replayed = [layer.reason for report in reports for layer in report.layers if layer.replay]
+    return ("replayed", replayed[0]) if replayed else ("grafted", "")
+
+
+def table(ways: dict[tuple[str, str], Way]) -> str:
+    """Markdown: a row a family, and the reasons of what is not all grafted."""
+    head = [
+        "family",
+        "packed",
+        "own packed row is off by",
+        *(f for f in FORMS[::-1] if f != "packed"),
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    reasons: dict[str, list[str]] = {}
+    for name in SERVED:
+        cells = {form: ways[name, form] for form in FORMS if (name, form) in ways}
+        packed = cells["packed"]
+        off = "nothing" if packed.own <= LOGITS else f"{packed.own:.0e}"
+        others = [str(cells.get(form, "")) for form in head[3:]]
+        lines.append(f"| {' | '.join([name, str(packed), off, *others])} |")
+        for way in cells.values():
+            if way.reason:
+                names = reasons.setdefault(f"{way.state}: {shortened(way.reason)}", [])
+                names += [name] * (name not in names)
+    told = [f"* {reason} ({', '.join(names)})" for reason, names in reasons.items()]
+    return "\n".join([*lines, "", *told])
+
+
+def shortened(reason: str) -> str:
+    """A reason without the place where it arose."""
+    return re.sub(r" \((?:<|aten|call_|get_attr|regraft).*", "", reason.split("\n")[0]).strip()
+
+
+def load(path: Path) -> dict[tuple[str, str], Way]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    ways = [Way(**json.loads(line)) for line in lines]
+    return {(way.family, way.form): way for way in ways}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["measure", "table"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("families", nargs="*", default=SERVED)
+    parser.add_argument("--forms", nargs="*", default=FORMS, choices=FORMS)
+    args = parser.parse_args()
+    known = load(args.file)
+    if args.what == "table":
+        text = README.read_text()
+        before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+        README.write_text(f"{before}\n\n{table(known)}\n\n{after}")
+        return
+    for form in args.forms:
+        for name in args.families:
+            if (name, form) not in known:
+                way = measure(name, form)
+                with args.file.open("a") as file:
+                    file.write(json.dumps(asdict(way)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
