@@ -8,6 +8,7 @@ from regraft.passes import (
     causal_window,
     decayed_linear,
     delta_rule,
+    expert_loop,
     experts,
     indexed_attention,
     kda,
@@ -33,6 +34,7 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     kda.PASS,  # delta rule with a gate per channel
     ssd.PASS,  # Mamba-2's scan
     selective_scan.PASS,  # Mamba-1's scan
+    expert_loop.PASS,  # a module's loop over chosen experts -> rows sorted by expert
     decayed_linear.PASS,  # a module's loop over blocks of linear attention with a constant decay
 )
 

@@ -11,7 +11,6 @@ to block is measured, on random rows, against its own forward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -21,7 +20,7 @@ from torch import fx, nn
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import TOKENS, is_aten
 from regraft.rewriter.initialised import initialised
-from regraft.rewriter.leaf_trace import ROWS, LeafTrace, trace_leaf
+from regraft.rewriter.leaf_trace import LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
 from regraft.rewriter.meta_twin import on_meta
 from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
@@ -30,6 +29,7 @@ from regraft.rewriter.pipeline import Rewriting
 from regraft.rewriter.pipeline import rewrite as rewrite_graph
 
 from . import decayed_scan
+from .leaf_copy import copy_leaf
 from .leaf_rows import own_state
 
 aten = torch.ops.aten
@@ -194,25 +194,10 @@ def _one_sequence(
 
 def rewrite(plan: Plan, grafting: Grafting) -> None:
     """Copy the module's graph to where the leaf is."""
-    found, state, path = plan.found, plan.state, plan.found.call.path
-    copies = _inputs(plan, grafting)
-    for node in state.graph.nodes:
-        if node in copies or node.op in ("placeholder", "output"):
-            continue
-        if node.op == "get_attr":
-            attribute = str(node.target)
-            if attribute not in plan.trace.captured.weight_names:
-                copies[node] = grafting.constant(
-                    attribute, getattr(state.captured.module, attribute)
-                )
-            elif not plan.trace.captured.weight_names[attribute].startswith(ROWS):
-                name = plan.trace.weight_name(attribute, path)
-                own = operator.attrgetter(name.removeprefix(f"{path}."))(found.call.module)
-                copies[node] = grafting.weight(name, own)
-            continue
-        copies[node] = _copy(node, copies, path, grafting)
-    grafting.replace(found.region.closer, copies[state.captured.logits])
-    if plan.looked_at is not found.call:
+    call = plan.found.call
+    result = copy_leaf(plan.trace, call.module, call.path, _inputs(plan, grafting), grafting)
+    grafting.replace(plan.found.region.closer, result)
+    if plan.looked_at is not call:
         grafting.notes.append(
             "without weights: the decays are those that the model's own code fills in, and whether the module goes on "
             "like this from block to block was measured with weights at random"
@@ -234,17 +219,6 @@ def _inputs(plan: Plan, grafting: Grafting) -> dict[fx.Node, fx.Node]:
         for spec in served.states:
             copies[state.inputs[spec.name]] = own_state(grafting, "state", spec.shape, spec.dtype)
     return copies
-
-
-def _copy(
-    node: fx.Node, copies: Mapping[fx.Node, fx.Node], path: str, grafting: Grafting
-) -> fx.Node:
-    with grafting.graph.inserting_before(grafting.region.closer):
-        copy = grafting.graph.node_copy(node, lambda old: copies[old])
-    within = node.meta.get("path", "").removeprefix("module").strip(".")
-    copy.meta["path"] = ".".join(part for part in (path, within) if part)
-    grafting.made.append(copy)
-    return copy
 
 
 PASS = Pass(

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v32 import DeepseekV32Config
 from transformers.models.glm4_moe_lite import Glm4MoeLiteConfig
+from transformers.models.longcat_flash import LongcatFlashConfig
 from transformers.models.minicpm3 import MiniCPM3Config
 
 import regraft
@@ -104,3 +105,10 @@ def test_minicpm3_4b() -> None:
     kinds, size = attention_of(MiniCPM3Config(**MINICPM3_4B))
     assert kinds == ["latent attention"] * 62
     assert size == 62 * (256 + 32) * 2 == 35_712
+
+
+def test_longcat_flash() -> None:
+    """The defaults are the published model: two attentions a layer, and 512 experts beside 256 identities."""
+    kinds, size = attention_of(LongcatFlashConfig())
+    assert kinds == ["latent attention", "experts", "latent attention"] * 28
+    assert size == 2 * 28 * (512 + 64) * 2 == 64_512

@@ -149,3 +149,11 @@ def test_own_pass() -> None:
 def test_history() -> None:
     printed = run("history.py", "--histories", "8", "40")
     assert len(re.findall(r"behind 40: [\d.]+ times$", printed, re.MULTILINE)) == 4, printed
+
+
+def test_latent() -> None:
+    printed = run("latent.py", "--context", "200", "--repeats", "1")
+    assert "latent rows            1,152 bytes a token,          230,400 read" in printed
+    assert re.search(r"81,920 bytes a token, .* read: 71\.1 times$", printed, re.MULTILINE)
+    (ratio,) = re.findall(r"rebuilt .* ms: (\d+) times$", printed, re.MULTILINE)
+    assert int(ratio) > 4
