@@ -28,6 +28,7 @@ from regraft.rewriter.validate import (
     check_positions,
     reference_logits,
     samples,
+    validate_likewise,
 )
 from regraft.runtime import install as installing
 from regraft.runtime.config import EngineConfig
@@ -205,7 +206,15 @@ def _validate(engine: Engine, model: nn.Module, size: str, seed: int) -> Validat
     texts = samples(model, artifact.vocab_size, _longest_sample(engine), size, seed)
     expected = reference_logits(model, texts)
     scored = {name: engine.score(texts, schedule=schedule) for name, schedule in SCHEDULES.items()}
-    return Validation.of(texts, expected, scored, artifact.dtype)
+    found = Validation.of(texts, expected, scored, artifact.dtype)
+    if found.passed:
+        return found
+
+    def score(schedule: Any) -> list[torch.Tensor]:
+        return engine.score(texts, schedule=schedule)
+
+    likewise = validate_likewise(artifact, model, texts, score, SCHEDULES)
+    return likewise if likewise is not None and likewise.passed else found
 
 
 def _longest_sample(engine: Engine) -> int:

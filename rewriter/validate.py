@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .capture import takes_positions, without_cache
+from .choices import NEAR, ChoicesUnknown, Choosing, Ties, watching
 from .compare import Comparison, compare
 from .errors import RewriteError
 
@@ -37,12 +38,17 @@ class ValidationError(Exception):
 
 @dataclass(frozen=True)
 class Validation:
-    """What was measured. `by_schedule`: how the texts were cut -> Comparison with the original's no-cache forward."""
+    """What was measured. `by_schedule`: how the texts were cut -> Comparison with the original's no-cache forward.
+
+    `ties`: where rounding made other choices of experts or keys than in the original, what was found of them;
+    `by_schedule` then compares with the original made to choose likewise.
+    """
 
     num_sequences: int
     num_tokens: int
     by_schedule: Mapping[str, Comparison]
     passed: bool
+    ties: Ties | None = None
 
     @classmethod
     def of(
@@ -50,8 +56,27 @@ class Validation:
         scored: Mapping[str, Sequence[torch.Tensor]], dtype: torch.dtype,
     ) -> Validation:  # fmt: skip
         results = {name: compare(expected, logits, texts) for name, logits in scored.items()}
+        return cls._judged(texts, results, dtype)
+
+    @classmethod
+    def of_likewise(
+        cls, texts: Sequence[Sequence[int]], pairs: Mapping[str, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        ties: Ties, dtype: torch.dtype,
+    ) -> Validation:  # fmt: skip
+        """Of logits that are each compared with those of the original made to choose likewise."""
+        results = {
+            name: compare(expected, logits, texts) for name, (expected, logits) in pairs.items()
+        }
+        return cls._judged(texts, results, dtype, ties)
+
+    @classmethod
+    def _judged(
+        cls, texts: Sequence[Sequence[int]], results: Mapping[str, Comparison], dtype: torch.dtype,
+        ties: Ties | None = None,
+    ) -> Validation:  # fmt: skip
         passed = all(_passes(result, dtype) for result in results.values())
-        return cls(len(texts), sum(map(len, texts)), results, passed)
+        near = ties is None or ties.widest <= NEAR.get(dtype, 0.0)
+        return cls(len(texts), sum(map(len, texts)), results, passed and near, ties)
 
     @property
     def max_abs(self) -> float:
@@ -75,6 +100,7 @@ class Validation:
             f"{'passed' if self.passed else 'FAILED'}: max |dlogit| {self.max_abs:.1e}, mean KL {self.mean_kl:.1e}, "
             f"top-5 overlap {self.top5_overlap:.3f}, dNLL {self.dnll:.1e} "
             f"({self.num_sequences} texts, {self.num_tokens} tokens; {ways})"
+            + (f"; {self.ties}, and the original chose likewise" if self.ties else "")
         )
 
 
@@ -130,6 +156,33 @@ def reference_logits(model: Any, texts: Sequence[Sequence[int]]) -> list[torch.T
             output = model(input_ids=torch.tensor([list(text)], device=device), **extra)
             results.append(output.logits[0].float())
     return results
+
+
+Score = Callable[[Any], list[torch.Tensor]]
+"""Logits of the validated texts, by schedule."""
+
+
+def validate_likewise(
+    artifact: Any, model: nn.Module, texts: Sequence[Sequence[int]], score: Score,
+    schedules: Mapping[str, Any],
+) -> Validation | None:  # fmt: skip
+    """The texts compared with the original made to choose the same experts and keys; None if nothing chooses otherwise,
+    or if what the graph chooses cannot be told (see rewriter/choices.py).
+    """
+    ties, pairs = Ties(), {}
+    for name, schedule in schedules.items():
+        with watching(artifact, texts) as noted:
+            logits = score(schedule)
+        try:
+            expected = []
+            for text in noted:
+                with Choosing(text, ties) as choosing:
+                    expected += reference_logits(model, [text.tokens])
+                choosing.finish()
+        except ChoicesUnknown:
+            return None
+        pairs[name] = expected, logits
+    return Validation.of_likewise(texts, pairs, ties, artifact.dtype) if ties.differing else None
 
 
 def check_positions(model: Any, text: Sequence[int], counted: torch.Tensor) -> None:
