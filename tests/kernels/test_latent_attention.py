@@ -15,8 +15,6 @@ from tests.kernels.paged import Case, make, poisoned_memory
 from tests.tolerance import assert_close
 
 RANK, WIDTH, SHARED, V_WIDTH = 16, 5, 4, 7
-BREAK_EVEN = RANK * (WIDTH + V_WIDTH) / ((2 * RANK + SHARED) - (WIDTH + SHARED + V_WIDTH))
-"""New tokens of a sequence from which expanding is cheaper: 9.6."""
 EXACT = 1e-10
 BATCHES = {
     "decode": Case((1, 1, 1, 1), (0, 3, 11, 20)),
@@ -109,10 +107,19 @@ def test_absorption_is_the_same_algebra() -> None:
     assert difference(outside, values) <= EXACT
 
 
-@pytest.mark.parametrize("new", [9, 10])
-def test_the_cheaper_form_is_chosen(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("new", "context", "expands"), [(1, 0, True), (5, 4, False), (6, 4, True), (8, 90, False), (10, 90, True)]
+)  # fmt: skip
+def test_the_cheaper_form_is_chosen(
+    new: int, context: int, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Just below and just above the number of tokens from which expanding costs less; both are exact."""
-    given = arguments(Case((new, 1), (4, 7), dtype=torch.float64))
+    given = arguments(Case((new, 1), (context, 7), dtype=torch.float64))
+    pairs = new * context + new * (new + 1) / 2
+    both = RANK * (WIDTH + V_WIDTH)
+    absorbing = new * both + pairs * (2 * RANK + SHARED)
+    expanding = (new + context) * both + pairs * (WIDTH + SHARED + V_WIDTH)
+    assert (expanding < absorbing) == expands
     expanded: list[list[int]] = []
     mixed = absorbed._mixed
 
@@ -122,7 +129,7 @@ def test_the_cheaper_form_is_chosen(new: int, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(absorbed, "_mixed", counted)
     assert error_of(given) <= EXACT
-    assert expanded == ([[0]] if new > BREAK_EVEN else [])
+    assert expanded == ([[0]] if expands else [])
 
 
 MUTANTS: dict[str, Any] = {
