@@ -17,6 +17,7 @@ from regraft.passes import (
     positions,
     selective_scan,
     ssd,
+    token_window,
 )
 from regraft.rewriter.pattern import Pass
 from regraft.rewriter.pipeline import GraphPass
@@ -34,6 +35,7 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     kda.PASS,  # delta rule with a gate per channel
     ssd.PASS,  # Mamba-2's scan
     selective_scan.PASS,  # Mamba-1's scan
+    token_window.PASS,  # a function of the last few token ids -> of windows of them
     expert_loop.PASS,  # a module's loop over chosen experts -> rows sorted by expert
     decayed_linear.PASS,  # a module's loop over blocks of linear attention with a constant decay
 )

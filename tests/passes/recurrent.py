@@ -89,10 +89,11 @@ def graft_at(model: nn.Module, step: Pass, operation: str) -> Rewriting:
 def serve(
     state: Rewriting, sequences: Sequence[Tensor], steps: Sequence[Sequence[Piece]]
 ) -> list[Tensor]:
-    """Logits of each sequence, computed in `steps`; state slots hold NaN before a sequence starts."""
+    """Logits of each sequence, computed in `steps`; state slots hold NaN (integers: 12345) before a sequence starts."""
     specs = [spec for served in state.served for spec in served.states]
     slots = len(sequences) + 2
-    pools = {s.name: torch.full((slots, *s.shape), torch.nan, dtype=s.dtype) for s in specs}
+    poison = {s.name: torch.nan if s.dtype.is_floating_point else 12345 for s in specs}
+    pools = {s.name: torch.full((slots, *s.shape), poison[s.name], dtype=s.dtype) for s in specs}
     names = {node: name for name, node in state.inputs.items()}
     placeholders = [node for node in state.graph.nodes if node.op == "placeholder"]
     results: list[list[Tensor]] = [[] for _ in sequences]
