@@ -11,6 +11,7 @@ to block is measured, on random rows, against its own forward.
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from regraft.rewriter.leaf_trace import LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
 from regraft.rewriter.meta_twin import on_meta
 from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
+from regraft.rewriter.opaque import twin_key
 from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
 from regraft.rewriter.pipeline import Rewriting
 from regraft.rewriter.pipeline import rewrite as rewrite_graph
@@ -109,18 +111,16 @@ def _with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:
     return call if module is None else replace(call, module=module, forward=module.forward)
 
 
+_declined: WeakKeyDictionary[fx.Graph, dict[Hashable, Declined]] = WeakKeyDictionary()
+"""By graph, why modules of a kind are declined: a trace of a whole layer takes seconds, and a model has many alike."""
+
+
 def _look(found: LeafCall, call: ModuleCall) -> Plan | Declined:
     """The module over few tokens, its scan grafted."""
     closer = found.region.closer
-    try:
-        trace = trace_leaf(call, found.given, found.result, SHORT)
-    except LeafUnsupported as problem:
-        return Declined(str(problem), closer, 0.1)
-    placeholders = (node for node in trace.captured.graph.nodes if node.op == "placeholder")
-    waiting = {node.target for node in placeholders if node.users}
-    for i, name in trace.others.items():
-        if name in waiting:
-            return Declined("the module reads what is not [1, T, C]", found.given[i], 0.5)
+    trace = _trace(found, call)
+    if isinstance(trace, Declined):
+        return trace
     try:
         state = rewrite_graph(
             trace.captured, [decayed_scan.ZEROS, decayed_scan.PASS], fallback="refuse"
@@ -148,6 +148,32 @@ def _difference_at_random(plan: Plan) -> float:
         drawn = _look(plan.found, _with_numbers(plan.found.call, only_buffers=False))
         measured[kind] = float("nan") if isinstance(drawn, Declined) else difference(drawn)
     return measured[kind]
+
+
+def _trace(found: LeafCall, call: ModuleCall) -> LeafTrace | Declined:
+    """The module over few tokens. Of modules whose code and shapes are alike, only one is traced in vain."""
+    known = _declined.setdefault(found.leaf.graph, {})
+    shapes = tuple(node.meta["shape"] for node in found.given)
+    kind = (twin_key(call.module), on_meta(call.module), str(call.arguments), shapes, found.result)
+    if kind in known:
+        return replace(known[kind], node=found.region.closer)
+    trace = _trace_anew(found, call)
+    if isinstance(trace, Declined):
+        known[kind] = replace(trace, node=None)  # a node would keep the graph alive
+    return trace
+
+
+def _trace_anew(found: LeafCall, call: ModuleCall) -> LeafTrace | Declined:
+    try:
+        trace = trace_leaf(call, found.given, found.result, SHORT)
+    except LeafUnsupported as problem:
+        return Declined(str(problem), found.region.closer, 0.1)
+    placeholders = (node for node in trace.captured.graph.nodes if node.op == "placeholder")
+    waiting = {node.target for node in placeholders if node.users}
+    for i, name in trace.others.items():
+        if name in waiting:
+            return Declined("the module reads what is not [1, T, C]", found.given[i], 0.5)
+    return trace
 
 
 @torch.no_grad()

@@ -68,9 +68,9 @@ class OpaqueModules:
                 source=reason.source,
                 fix="this is outside any module that could be run as a whole; the model's own code must change",
             ) from reason
-        kind = _twin_key(self._modules[path])
+        kind = twin_key(self._modules[path])
         twins = {
-            name for name, module in self._modules.items() if name and _twin_key(module) == kind
+            name for name, module in self._modules.items() if name and twin_key(module) == kind
         }
         kept = {name for name in self.paths if not any(_inside(name, twin) for twin in twins)}
         self.paths = kept | {
@@ -177,12 +177,12 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _twin_key(module: nn.Module) -> tuple[Any, ...]:
+def twin_key(module: nn.Module) -> tuple[Any, ...]:
     """Equal for modules that run the same code over the same kind of submodules."""
     return (
         type(module),
         tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
-        tuple((name, _twin_key(child)) for name, child in module.named_children()),
+        tuple((name, twin_key(child)) for name, child in module.named_children()),
     )
 
 

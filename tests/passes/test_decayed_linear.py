@@ -9,6 +9,7 @@ from regraft.passes.decayed_linear import PASS
 from regraft.rewriter.artifact import LiveWeights
 from regraft.rewriter.capture import capture
 from regraft.rewriter.declare import StateSpec
+from regraft.rewriter.leaves import LeafUnsupported
 from regraft.rewriter.pattern import Declined
 from regraft.rewriter.token_axis import analyse, find_regions
 from tests.passes.recurrent import (
@@ -228,3 +229,28 @@ def test_mutant_decay_read_off_at_another_age(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(decayed_linear, "difference", lambda plan: 0.0)
     with pytest.raises(AssertionError):
         check_grafted(BlocksLM(Blocks()), PASS, [STATE])
+
+
+class Twice(BlocksLM):
+    """Two modules alike."""
+
+    def __init__(self, mixer: nn.Module, other: nn.Module) -> None:
+        super().__init__(mixer)
+        self.other = other
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.other(super().mix(x))
+
+
+def test_of_modules_alike_only_one_is_traced_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Twice(Blocks(), Blocks())
+    enliven(model)
+    traced = []
+
+    def unsupported(call, *args):
+        traced.append(call.path)
+        raise LeafUnsupported("no trace of it")
+
+    monkeypatch.setattr(decayed_linear, "trace_leaf", unsupported)
+    check_declined(model, PASS, "no trace of it")
+    assert traced == ["mixer"]
