@@ -273,25 +273,27 @@ def _decode_batch(engine: Any, contexts: list[int]) -> Any:
     """A decode step of made-up sequences, each on pages of its own."""
     import numpy as np
 
+    from regraft.rewriter.declare import field_of, reaches_of
     from regraft.runtime.batch import Batch
 
     page_size = engine.config.page_size
     count, width = len(contexts), max(contexts) // page_size + 1
     generator = np.random.default_rng(0)
     pages = generator.permutation(count * width).reshape(count, width).astype(np.int32) + 1
-    pages %= next(iter(engine._loop.runner.pools.values())).shape[0]
     context = np.array(contexts)
-    slots = (
-        pages[np.arange(count), context // page_size].astype(np.int64) * page_size
-        + context % page_size
-    )
+    paged = {}
+    for reach in reaches_of(engine.model.rows):
+        names = [row.name for row in engine.model.rows if row.reach == reach]
+        table = pages % engine._loop.runner.pools[names[0]].shape[0] if names else pages
+        last = table[np.arange(count), context // page_size].astype(np.int64)
+        paged[field_of("block_table", reach)] = table
+        paged[field_of("slot_mapping", reach)] = last * page_size + context % page_size
     arrays = {
         "input_ids": generator.integers(1, 500, (1, count)),
         "position_ids": context.reshape(1, -1),
         "cu_seqlens": np.arange(count + 1, dtype=np.int32),
         "context_lens": context.astype(np.int32),
-        "block_table": pages,
-        "slot_mapping": slots,
+        **paged,
         "state_slots": np.arange(1, count + 1),
         "extents": context + 1,
         "logits_rows": np.arange(count),
@@ -313,8 +315,8 @@ def _step_seconds(engine: Any, contexts: list[int], device: str) -> float:
     if device == "cuda" and runner._graphs is not None:
         from regraft.runtime.bench.floor import median_seconds
 
-        pages = batch.arrays["block_table"].shape[1]
-        return median_seconds(runner._graphs.recorded(len(contexts), pages).replay)
+        width = max(contexts) // engine.config.page_size + 1
+        return median_seconds(runner._graphs.recorded(len(contexts), width).replay)
     return statistics.median(times[3:])
 
 

@@ -139,6 +139,12 @@ def test_prefix_chats(folder: Path) -> None:
     assert printed.count("2 of 2 first tokens are the same") == 2
 
 
+def test_serve_load(folder: Path) -> None:
+    printed = run("serve_load.py", folder, "--streams", "6", "--new", "5", "--logprobs")
+    assert "6 of 6 streams say what the engine says by itself" in printed
+    assert len(re.findall(r"^outside the model [\d.]+% of", printed, re.MULTILINE)) == 2
+
+
 def test_own_pass() -> None:
     printed = run("own_pass.py")
     assert "mixing | replayed" in printed
