@@ -213,8 +213,9 @@ def check(
     assert_close(out, expected, dtype=case.dtype, scale=case.scale, name="output")
     assert (out[sum(case.news) :] == 0).all(), "rows of nobody"
     new = dict(zip(theirs["state_slots"].tolist(), case.news))
-    # A time step is rounded to its dtype, and may come out one place beside.
-    dtype = case.dtype if "dt" in arguments else None
+    # A time step is rounded to its dtype, and may come out one place beside; chunks multiply with TF32's digits.
+    by_chunks = sum(case.news) > len(case.news) + 32
+    dtype = case.dtype if "dt" in arguments or by_chunks else None
     for slot, (was, now, then) in enumerate(zip(before, arguments[name].cpu(), theirs[name])):
         if new.get(slot):
             assert_close(now, then, dtype=dtype, scale=case.scale, name=f"slot {slot}")

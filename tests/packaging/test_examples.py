@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -38,9 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(script: str, *arguments: str | Path) -> str:
+def run(script: str, *arguments: str | Path, **variables: str) -> str:
     command = [sys.executable, str(ROOT / "examples" / script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | variables
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -126,6 +128,23 @@ def test_device_check_on_the_cpu(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out.json").read_text())
     assert max(found["families"]["llama"]["float32"].values()) <= 1e-4
     assert set(found["decode"]) == {"2", "1"}
+
+
+def test_kernels_interpreted(tmp_path: Path) -> None:
+    options = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--only",
+        "decode",
+        "64",
+        "--out",
+        tmp_path / "out.json",
+    ]
+    printed = run("kernels.py", *options, TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+    rows = {row["name"]: row["error"] for row in json.loads((tmp_path / "out.json").read_text())}
+    assert len(rows) >= 9, printed
+    assert max(rows.values()) <= 2e-2
 
 
 def test_prefix_chats(folder: Path) -> None:
