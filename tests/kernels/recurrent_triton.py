@@ -400,7 +400,11 @@ def _far_apart(x: Tensor) -> Tensor:
 
 KERNELS = {
     "recurrent.triton_delta": ("delta_kernel",),
-    "recurrent.triton_delta_chunks": ("prepare_kernel", "walk_kernel"),
+    "recurrent.triton_delta_chunks": (
+        "prepare_by_head_kernel",
+        "prepare_by_channel_kernel",
+        "walk_kernel",
+    ),
     "decayed_linear.triton": ("linear_kernel", "linear_chunk_kernel"),
     "ssd.triton": ("ssd_kernel", "ssd_chunk_kernel"),
     "selective_scan.triton": ("selective_kernel",),
