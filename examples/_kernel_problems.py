@@ -41,7 +41,7 @@ class Problem:
 
 def recurrent(
     operator: str, folder: str, make: Callable[..., dict[str, Any]], batch: int, tokens: int,
-    device: torch.device, tiny: bool,
+    device: torch.device, tiny: bool, **options: Any,
 ) -> Problem:  # fmt: skip
     """`batch` sequences with `tokens` new ones each. A decode moves the states; a prefill its inputs and outputs."""
     if tiny:
@@ -62,12 +62,12 @@ def recurrent(
             "context_lens": torch.full((batch,), 7, dtype=torch.int32),
             "state_slots": torch.randperm(batch) + 1,
         }
-    calls: list[Call] = [partial(fast, **arguments | {name: pool}) for pool in pools]
+    calls: list[Call] = [partial(fast, **arguments | {name: pool}, **options) for pool in pools]
 
     def error() -> float:
         # A clone for each: the timed pools stay as they are.
         mine, theirs = pools[0].clone(), pools[0].clone()
-        out = fast(**arguments | {name: mine})
+        out = fast(**arguments | {name: mine}, **options)
         expected = naive(**arguments | {name: theirs})
         return max(difference(out, expected), difference(mine[1:], theirs[1:]))
 
@@ -297,6 +297,14 @@ for _name, _wanted, _operator, _folder, _make in (
         0.0,
         partial(recurrent, _operator, _folder, _make, 8, 512),
     )
+    if _operator in (
+        "gated_delta_rule",
+        "kda",
+    ):  # which the operator takes for longer sequences only
+        PROBLEMS[f"prefill 8 x 512, by chunks: {_name}"] = (
+            0.0,
+            partial(recurrent, _operator, _folder, _make, 8, 512, by_chunks=True),
+        )
 PROBLEMS |= {
     "decode 64 behind 4096: paged, 32/8 x 128": (0.85, partial(paged, 0, 1, 4095, 64, 32, 8)),
     "decode 64 behind 4096: latent, 16 x 576": (0.75, partial(paged, 1, 1, 4095, 64, 16, 1)),

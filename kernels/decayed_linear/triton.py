@@ -12,7 +12,7 @@ from torch import Tensor
 from regraft.kernels.recurrent.triton import own_sequence, state_tiles, zero_rows_of_nobody
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
 
-CHUNKS = {"C": 32, "BV": 32, "num_warps": 8, "num_stages": 2}
+CHUNKS = {"C": 32, "BV": 32, "num_warps": 4, "num_stages": 2}
 """Tokens and values a tile of the chunked form."""
 
 

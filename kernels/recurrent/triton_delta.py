@@ -13,8 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton import own_sequence, state_tiles, zero_rows_of_nobody
-from .triton_chunks import pays_by_chunks
-from .triton_delta_chunks import delta_chunks_triton
+from .triton_delta_chunks import LONG, delta_chunks_triton
 
 
 def delta_rule_triton(
@@ -29,24 +28,26 @@ def delta_rule_triton(
     state_slots: Tensor,
     scale: float,
     qk_l2norm: bool,
+    by_chunks: bool | None = None,
     **options: Any,
 ) -> Tensor:
     """q, k [N, Hk, K], v [N, H, V], g [N, H] or [N, H, K], beta [N, H], state [slots, H, K, V], as `gated_delta_rule`
     and `kda`.
 
-    `options` replace the tile BV and the number of warps.
+    `by_chunks` says how several tokens of a sequence are taken, by default a matter of shapes; `options` replace the
+    tile BV and the number of warps.
     """
     tokens, heads, width = v.shape
     out = q.new_empty(tokens, heads, width)
     if not len(context_lens):
         return out.zero_()
     keys = q.shape[2]
-    # Beside its part of the state a thread holds one of q, k and g: with 4096 numbers a warp, registers spill.
-    block_k, block_v, warps = state_tiles(keys, width, 2048)
+    block_k, block_v, warps = state_tiles(keys, width)
     tiles = {"BV": block_v, "num_warps": warps} | options
     grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, g, beta, state)
-    by_chunks = pays_by_chunks(tokens, len(context_lens))
+    if by_chunks is None:
+        by_chunks = tokens >= LONG * len(context_lens)
     delta_kernel[grid](
         operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens, scale,
         ONE_TOKEN=by_chunks, BY_CHANNEL=g.dim() == 3, L2NORM=qk_l2norm, SHARE=heads // q.shape[1],

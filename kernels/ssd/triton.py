@@ -20,7 +20,7 @@ from regraft.kernels.recurrent.triton import (
 )
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
 
-CHUNKS = {"C": 32, "BP": 32, "num_warps": 8, "num_stages": 2}
+CHUNKS = {"C": 32, "BP": 32, "num_warps": 4, "num_stages": 2}
 """Tokens and channels a tile of the chunked form."""
 
 

@@ -112,6 +112,7 @@ def test_large_on_a_gpu(operator: str, dtype: torch.dtype) -> None:
         operator, (1, 200, 1, 0, 67, 1), (900, 0, 3, 5, 130, 4), 3, dtype, LARGE[operator], 4.0
     )
     check(mixed, registered, "cuda")
+    check(mixed, device="cuda")  # by chunks, whatever the operator would take
     check(replace(mixed, news=(1, 1, 1, 0, 1, 1)), registered, "cuda")
 
 
