@@ -1,4 +1,4 @@
-"""What examples/kernels.py times: operators at the sizes of published models."""
+"""What examples/kernel_floors.py times: operators at the sizes of published models."""
 
 from __future__ import annotations
 

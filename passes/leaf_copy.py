@@ -13,7 +13,7 @@ from regraft.rewriter.pattern import Grafting
 
 def copy_leaf(
     trace: LeafTrace,
-    module: nn.Module,
+    module: nn.Module | None,
     path: str,
     inputs: Mapping[fx.Node, fx.Node],
     grafting: Grafting,
@@ -21,7 +21,7 @@ def copy_leaf(
     """Copy the trace of a module like the `module` at `path`; returns what stands for its result.
 
     `inputs` gives, for each input of the trace that is read, what stands for it in the model's graph. Weights are the
-    model's own, constants that a pass made are copied along.
+    module's own (None where `inputs` stand for all of them too), constants that a pass made are copied along.
     """
     copies, captured = dict(inputs), trace.captured
     for node in captured.graph.nodes:
@@ -34,6 +34,7 @@ def copy_leaf(
         if attribute not in captured.weight_names:
             copies[node] = grafting.constant(attribute, getattr(captured.module, attribute))
         elif not captured.weight_names[attribute].startswith(ROWS):
+            assert module is not None, f"nothing stands for {attribute}"
             name = trace.weight_name(attribute, path)
             own = operator.attrgetter(name.removeprefix(f"{path}."))(module)
             copies[node] = grafting.weight(name, own)

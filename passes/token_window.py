@@ -216,7 +216,8 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
     shape = (TOKENS, reach + 1)
     windows = grafting.call(aten.select.int, windows, 1, 0, shape=shape, dtype=torch.int64)
     windows = grafting.call(aten.add.Tensor, windows, plan.before, shape=shape, dtype=torch.int64)
-    result = copy_leaf(plan.trace, found.region.path, _inputs(plan, windows, ids), grafting)
+    inputs = _inputs(plan, windows, ids)
+    result = copy_leaf(plan.trace, None, found.region.path, inputs, grafting)
     whole = grafting.call(
         aten.unsqueeze.default, result, 0, shape=shape_of(closer), dtype=closer.meta["dtype"]
     )

@@ -1,7 +1,7 @@
 """Checks and times the kernels on this machine's GPU, each against the least that its work could take.
 
-    python examples/kernels.py                             # on a GPU
-    TRITON_INTERPRET=1 python examples/kernels.py --device cpu --tiny
+    python examples/kernel_floors.py                             # on a GPU
+    TRITON_INTERPRET=1 python examples/kernel_floors.py --device cpu --tiny
 
 First each kernel's result is compared with its naive twin's. Then it runs from a CUDA graph, over memory much larger
 than the caches. The floor is the larger of the bytes it must move at the measured copy bandwidth and its FLOPs at the
