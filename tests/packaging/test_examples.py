@@ -141,7 +141,9 @@ def test_kernels_interpreted(tmp_path: Path) -> None:
         "--out",
         tmp_path / "out.json",
     ]
-    printed = run("kernel_floors.py", *options, TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+    printed = run(
+        "kernel_floors.py", *options, TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path)
+    )
     rows = {row["name"]: row["error"] for row in json.loads((tmp_path / "out.json").read_text())}
     assert len(rows) >= 9, printed
     assert max(rows.values()) <= 2e-2
