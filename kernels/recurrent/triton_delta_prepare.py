@@ -139,19 +139,10 @@ def prepare_by_channel_kernel(
         tl.store(query_ptr + key_at_CK, small_CK, mask=is_key_CK)
         tl.store(key_ptr + key_at_CK, k, mask=is_key_CK)
         tl.debug_barrier()
-        scores_CC = tl.zeros([C, C], tl.float32)
-        system_CC = tl.zeros([C, C], tl.float32)
         at = (begin.to(tl.int64) * num_heads + head) * K
-        for place in range(end - begin):
-            large_K = tl.load(w_ptr + at + k_K, mask=is_in_K, other=0.0)
-            small_K = tl.load(query_ptr + at + k_K, mask=is_in_K, other=0.0)
-            key_K = tl.load(key_ptr + at + k_K, mask=is_in_K, other=0.0)
-            gap_CK = (large_CK - large_K[None, :]) + (small_CK - small_K[None, :])
-            key_CK = tl.exp(tl.minimum(gap_CK, 0.0)) * key_K[None, :]
-            is_place_CC = (c_C == place)[None, :] & (c_C >= place)[:, None]
-            scores_CC = tl.where(is_place_CC, tl.sum(q * key_CK, 1)[:, None], scores_CC)
-            system_CC = tl.where(is_place_CC, tl.sum(k * key_CK, 1)[:, None], system_CC)
-            at += num_heads * K
+        scores_CC, system_CC = decayed_scores(
+            q, k, large_CK, small_CK, (w_ptr + at, query_ptr + at, key_ptr + at), num_heads * K, end - begin, K
+        )  # fmt: skip
         # Every thread has read the scratch before one writes it for good.
         tl.debug_barrier()
         tl.store(scores_ptr + at_C[:, None] * C + c_C[None, :], scores_CC, mask=is_token_C[:, None])
@@ -170,3 +161,28 @@ def prepare_by_channel_kernel(
         v = tl.load(v_at, mask=is_value_CV, other=0.0).to(tl.float32)
         u = tl.dot(inverse_CC, v * beta[:, None], input_precision=PRECISION)
         tl.store(u_ptr + at_C[:, None] * V + v_V[None, :], u, mask=is_value_CV)
+
+
+@triton.jit
+def decayed_scores(q, k, large_CK, small_CK, rows, row_size, count, K: tl.constexpr):
+    """q_i . k_j and k_i . k_j for j <= i, with k_j decayed from place j to place i; 0 elsewhere.
+
+    `rows` point to the decays' sums up to a place, as a large and a small part, and to its key: `count` places,
+    `row_size` numbers apart.
+    """
+    large_ptr, small_ptr, key_ptr = rows
+    c_C, k_K = tl.arange(0, q.shape[0]), tl.arange(0, q.shape[1])
+    scores_CC = tl.zeros([q.shape[0], q.shape[0]], tl.float32)
+    system_CC = tl.zeros([q.shape[0], q.shape[0]], tl.float32)
+    at_K = k_K.to(tl.int64)
+    for place in range(count):
+        large_K = tl.load(large_ptr + at_K, mask=k_K < K, other=0.0)
+        small_K = tl.load(small_ptr + at_K, mask=k_K < K, other=0.0)
+        key_K = tl.load(key_ptr + at_K, mask=k_K < K, other=0.0)
+        gap_CK = (large_CK - large_K[None, :]) + (small_CK - small_K[None, :])
+        key_CK = tl.exp(tl.minimum(gap_CK, 0.0)) * key_K[None, :]
+        is_place_CC = (c_C == place)[None, :] & (c_C >= place)[:, None]
+        scores_CC = tl.where(is_place_CC, tl.sum(q * key_CK, 1)[:, None], scores_CC)
+        system_CC = tl.where(is_place_CC, tl.sum(k * key_CK, 1)[:, None], system_CC)
+        at_K += row_size
+    return scores_CC, system_CC
