@@ -145,6 +145,12 @@ OPERATORS: dict[str, tuple[str, Callable[..., Arguments]]] = {
 """Name -> folder of kernels/, and what makes its arguments for n tokens; a state is given by its shape."""
 
 
+def operator(name: str) -> Callable[..., Tensor]:
+    """The operator as it is registered: whoever imports its folder registers it."""
+    importlib.import_module(f"regraft.kernels.{OPERATORS[name][0]}")
+    return getattr(torch.ops.regraft, name)
+
+
 def form(operator: str, kind: str) -> Callable[..., Tensor]:
     """An operator's "naive" or "triton" form."""
     module = importlib.import_module(f"regraft.kernels.{OPERATORS[operator][0]}.{kind}")

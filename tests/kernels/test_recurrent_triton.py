@@ -107,7 +107,7 @@ LARGE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operator", LARGE)
 def test_large_on_a_gpu(operator: str, dtype: torch.dtype) -> None:
-    registered = getattr(torch.ops.regraft, operator)
+    registered = recurrent_triton.operator(operator)
     mixed = Case(
         operator, (1, 200, 1, 0, 67, 1), (900, 0, 3, 5, 130, 4), 3, dtype, LARGE[operator], 4.0
     )
