@@ -3,6 +3,9 @@
 What a graph returns is often not one row per token: a loss, a cache whose states are one per sequence, the last
 token's logits. Such results are computed by the graph's own nodes, unchanged, on the batch `[B, T]`; they start from
 values with one row per token, and only these come from the grafted graph.
+
+What no weight has a part in is never taken from the grafted graph: a mask, or the numbers of the sequences in a packed
+row, say how tokens lie to each other, for a graph behind a break to read, and there are none in a row by itself.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ def cut(module: fx.GraphModule, inputs: Inputs) -> Cut | Declined:
     """Cut as late as possible: at the last values that have one row per token, and that nothing writes into."""
     writes = Writes(module)
     unknown = unknown_nodes(module, inputs)
+    weighed = set(inputs.weights)
+    writes.spread(weighed)
     rows: dict[fx.Node, Place] = {}
     rest: set[fx.Node] = set()
     pending = list(module.graph.output_node().all_input_nodes)
@@ -63,7 +68,8 @@ def cut(module: fx.GraphModule, inputs: Inputs) -> Cut | Declined:
         if node.op in ("placeholder", "get_attr") or node in rows or node in rest:
             continue
         writers = writes.into(node)
-        place = None if node in unknown or writers else place_of(node, inputs)
+        apart = node in unknown or node not in weighed or writers
+        place = None if apart else place_of(node, inputs)
         if place is not None:
             rows[node] = place
         else:

@@ -170,7 +170,13 @@ def _argument_name(source: str, arguments: Sequence[str]) -> str:
 
 def _positional_names() -> tuple[str, ...]:
     """Parameter names of the traced method, to which positional arguments belong; none for a plain function."""
-    owner = InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")
-    if not isinstance(owner, nn.Module):
+    owner = traced_module()
+    if owner is None:
         return ()
     return tuple(inspect.signature(type(owner).forward).parameters)[1:]
+
+
+def traced_module() -> nn.Module | None:
+    """The module whose method Dynamo is tracing; None for a plain function."""
+    owner = InstructionTranslator.current_tx().output.root_tx.f_locals.get("self")
+    return owner if isinstance(owner, nn.Module) else None

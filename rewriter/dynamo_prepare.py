@@ -7,6 +7,7 @@ with a few changes that last for that one trace and are undone when it ends, how
     sizes     the dimensions of the token inputs are marked as dynamic
     leaves    functions that loop over time (rewriter/leaves.py) go into the graph as one call each
     experts   go through the batched form, which is row-local by plain algebra
+    values    where the graph broke at an operation whose shape or number depends on values, Dynamo may keep it
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ import torch
 from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from .dynamo_inputs import Inputs, mark_dynamic
+from .dynamo_inputs import Inputs, mark_dynamic, traced_module
+from .dynamo_unused import unread_positions
 from .leaf_calls import stand_in
 from .leaves import LEAVES, kernel_name
 
 _EXPERTS = ("grouped_mm", "batched_mm")
+_KEEPING_VALUES = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+"""Settings of Dynamo, which names them where the lack of one breaks a graph."""
 
 
 @dataclass
@@ -42,7 +46,12 @@ class Preparation:
 def needs_preparation(module: fx.GraphModule, inputs: Inputs) -> bool:
     """Whether a second trace would differ from this one."""
     fixed = isinstance(inputs.tokens, int) or (isinstance(inputs.batch, int) and inputs.batch > 1)
-    return fixed or bool(_leaf_functions(module)) or _has_experts(module)
+    return (
+        fixed
+        or bool(_leaf_functions(module))
+        or _has_experts(module)
+        or bool(_settings_it_lacks(module))
+    )
 
 
 def prepare(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> Preparation:
@@ -58,9 +67,16 @@ def prepare(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> 
         ):
             if node not in inputs.weights:
                 done.undo.append(mark_dynamic(example))
+    if (unread := unread_positions(module)) is not None:
+        done.undo.append(mark_dynamic(unread[1]))
     for namespace, name, value in _leaf_functions(module):
         leaf = LEAVES[kernel_name(value) or ""]
         _replace(namespace, name, stand_in(leaf, value), done)
+    settings = dict.fromkeys(_settings_it_lacks(module), True)
+    if settings:
+        patched = torch._dynamo.config.patch(settings)
+        patched.__enter__()
+        done.undo.append(lambda: patched.__exit__(None, None, None))
     mapping = _experts_mapping()
     if mapping is not None:
         _replace(mapping, _EXPERTS[0], mapping[_EXPERTS[1]], done)
@@ -74,16 +90,16 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, done: Preparation
 
 
 def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, Any]]:
-    """Functions to keep whole in the files that the modules of a graph are written in."""
-    files: set[str] = set()
+    """Functions to keep whole in the files that the modules of a graph, and of the traced frame, are written in."""
+    kinds: set[type] = set()
     for node in module.graph.nodes:
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             if isinstance(kind, type):
-                files |= {
-                    base.__module__
-                    for base in kind.__mro__
-                    if not base.__module__.startswith("torch.")
-                }
+                kinds.add(kind)
+    traced = traced_module()
+    kinds |= {type(part) for part in (traced.modules() if traced is not None else ())}
+    bases = {base.__module__ for kind in kinds for base in kind.__mro__}
+    files = {file for file in bases if not file.startswith("torch.")}
     namespaces = [vars(sys.modules[name]) for name in sorted(files) if name in sys.modules]
     return [
         (namespace, name, value)
@@ -91,6 +107,14 @@ def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, A
         for name, value in namespace.items()
         if kernel_name(value) in LEAVES
     ]
+
+
+def _settings_it_lacks(module: fx.GraphModule) -> list[str]:
+    """Settings under which Dynamo may not end the graph where it did."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return []
+    return [name for name in _KEEPING_VALUES if name in reason.reason]
 
 
 def _experts_mapping() -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.source import DictGetItemSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builder import GraphArg, VariableBuilder
 from torch._guards import Source
 
 from .dynamo_inputs import mark_dynamic, source_name
@@ -26,20 +26,18 @@ def with_unused_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[
     """Add the caller's position_ids to the graph's inputs, behind the others, if they are none. Returns the examples
     of all inputs.
     """
-    before = list(module.graph.find_nodes(op="placeholder"))
-    sources = [source_name(node) for node in before]
-    if any(name.endswith(f"['{NAME}']") for name in sources):
-        return list(examples)
-    ids = next(
-        (node for node, name in zip(before, sources) if name.endswith("['input_ids']")), None
-    )
-    found = _given(ids)
+    found = unread_positions(module)
     if found is None:
         return list(examples)
+    before = list(module.graph.find_nodes(op="placeholder"))
     source, value = found
     tx = InstructionTranslator.current_tx().output.root_tx
     unmark = mark_dynamic(value)
-    VariableBuilder(tx, source)(value)
+    known = tx.output.side_effects.id_to_variable.get(id(value))
+    if known is None:
+        VariableBuilder(tx, source)(value)
+    else:
+        _back(tx, source, value, known.as_proxy().node.meta["example_value"])
     unmark()
     added = [node for node in module.graph.find_nodes(op="placeholder") if node not in before]
     assert list(module.graph.find_nodes(op="placeholder")) == before + added
@@ -47,6 +45,21 @@ def with_unused_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[
         node._dynamo_source = node.meta["grapharg"].source
     module.recompile()
     return [*examples, *(node.meta["grapharg"].example for node in added)]
+
+
+def _back(tx: Any, source: Source, value: torch.Tensor, fake: Any) -> None:
+    """As an input again: the model handed it on and nothing read it. Dynamo knows it, guards it, and has dropped it."""
+    node = tx.output.root_tracer.create_graph_input(NAME, type(value), fake, source=source).node
+    node.meta["grapharg"] = GraphArg(source, value, False, fake)
+    node.meta["example_value"] = fake
+
+
+def unread_positions(module: fx.GraphModule) -> tuple[Source, torch.Tensor] | None:
+    """The caller's position_ids where they are no input of the graph."""
+    nodes = {source_name(node): node for node in module.graph.find_nodes(op="placeholder")}
+    if any(name.endswith(f"['{NAME}']") for name in nodes):
+        return None
+    return _given(next((n for name, n in nodes.items() if name.endswith("['input_ids']")), None))
 
 
 def _given(ids: fx.Node | None) -> tuple[Source, torch.Tensor] | None:

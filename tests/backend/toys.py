@@ -55,6 +55,36 @@ class WithBreak(ToyLM):
         return x + mixed
 
 
+class WithSegments(ToyLM):
+    """Numbers the sequences of a packed row, and reads the numbers behind a graph break."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> SimpleNamespace:
+        x = self.embed(input_ids) + self.places(position_ids)
+        segments = (position_ids.diff(prepend=position_ids[:, :1]) != 1).cumsum(1)
+        torch._dynamo.graph_break()
+        mask = (segments[:, :, None] == segments[:, None]).tril()
+        return SimpleNamespace(logits=self.head(scaled_dot_product_attention(x, x, x, mask)))
+
+
+class WithPositionsUnread(ToyLM):
+    """Looks at the positions' shape, and not at the positions."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> SimpleNamespace:
+        if position_ids.dim() == 3:
+            position_ids = position_ids[0]
+        x = self.embed(input_ids)
+        mixed = scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)
+        return SimpleNamespace(logits=self.head(mixed[:, 0]))
+
+
+class WithSelectedTokens(ToyLM):
+    """A shape that depends on values, in the middle of the model: without more ado, Dynamo ends its graph there."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        keep = (self.head.weight.sum(0) > -1e9).nonzero()[:, 0]
+        return x + mixed.index_select(-1, keep)
+
+
 class WithDetach(ToyLM):
     """Part of what attention gives has no history."""
 
