@@ -127,7 +127,7 @@ def test_a_replayed_cuda_graph_follows_the_lengths(operator: str) -> None:
     cases.append(replace(cases[0], news=(1, 1, 0, 0), contexts=(33, 700, 0, 0), padding=2))
     steps = [make(case, "cuda") for case in cases]
     name, static = state_name(cases[0]), make(cases[0], "cuda")
-    registered = getattr(torch.ops.regraft, operator)
+    registered = recurrent_triton.operator(operator)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         registered(**static)
