@@ -4,7 +4,8 @@
     after    windows = regraft.causal_window(ids, W + 1, state);  f of each window [1, W + 1], its last token's value
 
 The last W ids are the request's state. How far back f looks, and which id stands for "before the first token", is
-measured on texts rich in the ids that f compares with: f of a text must be f of its windows, exactly.
+measured on texts rich in the ids that f may compare with (numbers in its code, their neighbours, whole numbers that it
+stores): f of a text must be f of its windows, exactly. The report says that this was measured and not proven.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ TEXTS = ((0, 64), (1, 64), (2, 5000))
 """Seeds and lengths of the texts of the measurement."""
 
 LARGEST_ID = 8
-"""Ids of these texts are below, but for those that the region names."""
+"""Ids of these texts are below, but for those that the function may know."""
+
+MOST_STORED = 64
+"""A stored tensor of more whole numbers is a table, not what ids are compared with."""
 
 TOKENS_TRACED = 7
 RESIZED = ("expand", "view", "reshape", "_unsafe_view")
@@ -159,7 +163,7 @@ def _reach(found: Found) -> tuple[int, int] | None:
     texts = []
     for seed, length in TEXTS:
         random = torch.Generator().manual_seed(seed)
-        often = torch.tensor([*found.named, *range(LARGEST_ID)])
+        often = torch.tensor([*_known_ids(found), *range(LARGEST_ID)])
         texts.append(often[torch.randint(len(often), (length,), generator=random)].to(device))
     try:
         expected = [found.function.of_text(text) for text in texts]
@@ -179,6 +183,17 @@ def _reach(found: Found) -> tuple[int, int] | None:
             ):
                 return reach, before
     return None
+
+
+def _known_ids(found: Found) -> list[int]:
+    """Ids that the function may treat unlike others: on either side of a threshold, too."""
+    stored = [
+        number for tensor in found.function.buffers()
+        if not tensor.is_floating_point() and tensor.numel() <= MOST_STORED
+        for number in tensor.flatten().tolist()
+    ]  # fmt: skip
+    near = {number + step for number in (*found.named, *stored) for step in (-1, 0, 1)}
+    return sorted(number for number in near if number >= 0)
 
 
 def windows_of(text: Tensor, reach: int, before: int) -> Tensor:
@@ -222,7 +237,9 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         aten.unsqueeze.default, result, 0, shape=shape_of(closer), dtype=closer.meta["dtype"]
     )
     grafting.replace(closer, whole)
-    grafting.notes.append(f"the last {reach} token ids count, {plan.before} before the first")
+    grafting.notes.append(
+        f"the last {reach} token ids count, {plan.before} before the first: measured, not proven"
+    )
 
 
 def _inputs(plan: Plan, windows: fx.Node, ids: fx.Node) -> dict[fx.Node, fx.Node]:

@@ -92,6 +92,18 @@ class Positions(NGramLM):
         return (super().gram(ids) + torch.arange(ids.shape[1], device=ids.device)) % TABLE
 
 
+class SinceStored(NGramLM):
+    """Whether an id that only a buffer names, or one beyond a threshold, was ever seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks = nn.Buffer(torch.tensor([12]))
+
+    def gram(self, ids: Tensor) -> Tensor:
+        seen = ((ids == self.marks) | (ids > 13)).long().cummax(1).values
+        return (super().gram(ids) + seen) % TABLE
+
+
 class Rows(NGramLM):
     """Of embeddings, not of ids."""
 
@@ -108,6 +120,7 @@ class Rows(NGramLM):
         (Counting, "more than the last 16 tokens count"),
         (SinceSeparator, "more than the last 16 tokens count"),
         (Positions, "more than the last 16 tokens count"),
+        (SinceStored, "more than the last 16 tokens count"),
     ],
 )
 def test_declines(kind: type[NGramLM], reason: str) -> None:
