@@ -93,12 +93,7 @@ def paged_attention_triton(
         "scale": scale,
         "WINDOW": window,
         "CHUNK": chunk,
-        "SCORE": (
-            softcap,
-            alibi_slopes is not None,
-            0 if rel_bias is None else rel_bias.shape[2],
-            not softcap and alibi_slopes is None and rel_bias is None and scale > 0,
-        ),
+        "SCORE": _score(scale, softcap, alibi_slopes, rel_bias),
         "GROUP": group,
         "SHARE": share,
         "PAGE_SIZE": page_size,
@@ -126,17 +121,7 @@ def paged_attention_triton(
             **tiles,
         )
     if not decode_only:
-        tiles = _prefill_tiles(width, v_width, q.element_size(), tokens >= long * seqs)
-        block = tiles["M"] // share
-        prefill_kernel[(tokens // block + seqs + 1, kv_heads * parts)](
-            num_seqs=seqs,
-            Q=block,
-            W=triton.next_power_of_2(block),
-            # Twice the loops to compile: only where a product takes longer than that is soon worth.
-            UNMASKED=not window and not chunk and max(width, v_width) <= 256,
-            **tiles,
-            **common,
-        )
+        _prefill(common, tokens, seqs, kv_heads * parts, tokens >= long * seqs)
     return out
 
 
@@ -169,6 +154,31 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
             V=triton.next_power_of_2(v_width),
             enable_fp_fusion=True,
         )
+
+
+def _prefill(common: dict[str, Any], tokens: int, seqs: int, programs: int, is_long: bool) -> None:
+    """The kernel of sequences with several new tokens; `programs` for each block of them."""
+    width, v_width = common["D"][0], common["DV"][0]
+    tiles = _prefill_tiles(width, v_width, common["out_ptr"].element_size(), is_long)
+    block = tiles["M"] // common["SHARE"]
+    prefill_kernel[(tokens // block + seqs + 1, programs)](
+        num_seqs=seqs,
+        Q=block,
+        W=triton.next_power_of_2(block),
+        # Twice the loops to compile: only where a product takes longer than that is soon worth.
+        UNMASKED=not common["WINDOW"] and not common["CHUNK"] and max(width, v_width) <= 256,
+        **tiles,
+        **common,
+    )
+
+
+def _score(
+    scale: float, softcap: float, alibi_slopes: Tensor | None, rel_bias: Tensor | None
+) -> tuple[float, bool, int, bool]:
+    """What makes a score of a product, see `triton_tile.py`."""
+    reach = 0 if rel_bias is None else rel_bias.shape[2]
+    is_plain = not softcap and alibi_slopes is None and not reach and scale > 0
+    return softcap, alibi_slopes is not None, reach, is_plain
 
 
 def _parts(width: int) -> tuple[int, int, int]:
