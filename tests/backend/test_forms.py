@@ -82,7 +82,7 @@ def test_plain(name: str) -> None:
     check(name, "plain")
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "opt", "falcon", "gpt_oss", "afmoe", "llama4"])
+@pytest.mark.parametrize("name", ["bloom", "gpt_oss"])  # others: test_zoo.py
 @pytest.mark.slow
 def test_where_the_model_leaks(name: str) -> None:
     """The model's own forward mixes the texts of a packed row; the backend's does not."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import regraft
-from tests.backend.batches import batch, compiled, fresh_dynamo, texts
+from tests.backend.batches import batch, compiled, fresh_dynamo, slow_but, texts
 from tests.backend.toys import ToyLM
 from tests.families.models import build
 from tests.families.served import wrap
@@ -20,7 +20,10 @@ def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logits[:-1].float().log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_next", "mamba2", "mamba", "lfm2"])
+KINDS = ("llama", "mixtral", "qwen3_next", "mamba2", "mamba", "lfm2")
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, ("llama", "qwen3_next")))
 def test_a_forward_pass_has_the_bits_of_the_rollout(name: str) -> None:
     """Tokens with their log-probabilities from the engine; the same from a packed and a padded batch.
 
