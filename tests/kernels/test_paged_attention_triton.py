@@ -63,6 +63,7 @@ def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("paged_attention_compiled")
 @pytest.mark.parametrize("name", names(False))
 def test_compiles_without_a_gpu(name: str, compiled: dict[str, str]) -> None:

@@ -67,6 +67,7 @@ def test_interpreted(name: str) -> None:
     assert outcomes(begin_of(name) + ",", "1")[name] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", named(False))
 def test_compiles_without_a_gpu(name: str) -> None:
     assert outcomes(begin_of(name), "0")[name] == ""
