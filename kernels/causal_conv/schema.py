@@ -38,31 +38,15 @@ def causal_conv(
     """
     check_shapes(x, weight.shape[1], dilation, conv_state)
     check_weights(x, weight, bias, activation)
-    return causal_conv_cpu(
-        x, weight, bias, activation, dilation, conv_state, cu_seqlens, context_lens, state_slots
-    )
-
-
-@causal_conv.register_kernel("cuda")
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    dilation: int,
-    conv_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import causal_conv_triton
-
-    check_shapes(x, weight.shape[1], dilation, conv_state)
-    check_weights(x, weight, bias, activation)
-    return causal_conv_triton(
+    arguments = (
         x, weight, bias, activation, dilation, conv_state, cu_seqlens, context_lens, state_slots,
     )  # fmt: skip
+    if x.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import causal_conv_triton
+
+        return causal_conv_triton(*arguments)
+    return causal_conv_cpu(*arguments)
 
 
 @causal_conv.register_fake
@@ -101,26 +85,13 @@ def causal_window(
     shapes do not fit.
     """
     check_shapes(x, width, dilation, conv_state)
-    return causal_window_cpu(x, width, dilation, conv_state, cu_seqlens, context_lens, state_slots)
+    arguments = (x, width, dilation, conv_state, cu_seqlens, context_lens, state_slots)
+    if x.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import causal_window_triton
 
-
-@causal_window.register_kernel("cuda")
-def _(
-    x: torch.Tensor,
-    width: int,
-    dilation: int,
-    conv_state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import causal_window_triton
-
-    check_shapes(x, width, dilation, conv_state)
-    return causal_window_triton(
-        x, width, dilation, conv_state, cu_seqlens, context_lens, state_slots,
-    )  # fmt: skip
+        return causal_window_triton(*arguments)
+    return causal_window_cpu(*arguments)
 
 
 @causal_window.register_fake

@@ -31,27 +31,13 @@ def decayed_linear(
     ValueError if shapes do not fit.
     """
     check_shapes(q, k, v, decay, state)
-    return decayed_linear_cpu(q, k, v, decay, state, cu_seqlens, context_lens, state_slots)
+    arguments = (q, k, v, decay, state, cu_seqlens, context_lens, state_slots)
+    if q.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import decayed_linear_triton
 
-
-@decayed_linear.register_kernel("cuda")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import decayed_linear_triton
-
-    check_shapes(q, k, v, decay, state)
-    return decayed_linear_triton(
-        q, k, v, decay, state, cu_seqlens, context_lens, state_slots,
-    )  # fmt: skip
+        return decayed_linear_triton(*arguments)
+    return decayed_linear_cpu(*arguments)
 
 
 @decayed_linear.register_fake

@@ -9,7 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regraft.kernels.recurrent.triton import own_sequence, state_tiles, zero_rows_of_nobody
+from regraft.kernels.recurrent.triton import (
+    own_sequence,
+    own_state,
+    state_tiles,
+    zero_rows_of_nobody,
+)
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
 
 CHUNKS = {"C": 32, "BV": 32, "num_warps": 4, "num_stages": 2}
@@ -76,12 +81,7 @@ def linear_kernel(
     if ONE_TOKEN:
         end = tl.where(end - start == 1, end, start)
     if start < end:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
-        is_cell = is_in_K[:, None] & is_in_V[None, :]
-        # What another sequence left in the slot is not read: it may be NaN.
-        is_own = (k_K < tl.where(context > 0, K, 0))[:, None] & is_in_V[None, :]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, k_K, v_V, K, V)
         factor = tl.exp(tl.load(decay_ptr + head * decay_by[0]).to(tl.float32))
         row = start.to(tl.int64)
         for _ in range(start, end):
@@ -115,10 +115,7 @@ def linear_chunk_kernel(
     is_in_K, is_in_V = k_K < K, v_V < V
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
     if end - start > 1:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
-        is_own = (k_K < tl.where(context > 0, K, 0))[:, None] & is_in_V[None, :]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, k_K, v_V, K, V)
         decay = tl.load(decay_ptr + head * decay_by[0]).to(tl.float32)
         row_C = (start + c_C).to(tl.int64)
         for _ in range(start, end, C):
@@ -135,4 +132,4 @@ def linear_chunk_kernel(
             to = out_ptr + row_C[:, None] * row_size + head * V + v_V[None, :]
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_value_CV)
             row_C += C
-        tl.store(cells, state, mask=is_in_K[:, None] & is_in_V[None, :])
+        tl.store(cells, state, mask=is_cell)

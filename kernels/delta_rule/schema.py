@@ -36,32 +36,13 @@ def gated_delta_rule(
     ValueError if shapes do not fit.
     """
     check_shapes(q, k, v, g, beta, state)
-    return gated_delta_rule_cpu(
-        q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm
-    )
+    arguments = (q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm)
+    if q.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import gated_delta_rule_triton
 
-
-@gated_delta_rule.register_kernel("cuda")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-    scale: float,
-    qk_l2norm: bool,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import gated_delta_rule_triton
-
-    check_shapes(q, k, v, g, beta, state)
-    return gated_delta_rule_triton(
-        q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm,
-    )  # fmt: skip
+        return gated_delta_rule_triton(*arguments)
+    return gated_delta_rule_cpu(*arguments)
 
 
 @gated_delta_rule.register_fake

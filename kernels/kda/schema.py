@@ -36,30 +36,13 @@ def kda(
     ValueError if shapes do not fit.
     """
     check_shapes(q, k, v, g, beta, state)
-    return kda_cpu(q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm)
+    arguments = (q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm)
+    if q.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import kda_triton
 
-
-@kda.register_kernel("cuda")
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-    scale: float,
-    qk_l2norm: bool,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import kda_triton
-
-    check_shapes(q, k, v, g, beta, state)
-    return kda_triton(
-        q, k, v, g, beta, state, cu_seqlens, context_lens, state_slots, scale, qk_l2norm,
-    )  # fmt: skip
+        return kda_triton(*arguments)
+    return kda_cpu(*arguments)
 
 
 @kda.register_fake

@@ -28,6 +28,20 @@ def own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr):
 
 
 @triton.jit
+def own_state(
+    state_ptr, state_by, slot, head, context, r_R, c_C, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Part [R, C] of a state [slots, heads, ROWS, COLUMNS]: where it lies, which of it exists, and its values, zero at
+    a sequence's start. What another sequence left in the slot is not read: it may be NaN.
+    """
+    cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
+    cells = cells + r_R[:, None] * state_by[2] + c_C[None, :] * state_by[3]
+    is_in_C = (c_C < COLUMNS)[None, :]
+    is_own = (r_R < tl.where(context > 0, ROWS, 0))[:, None] & is_in_C
+    return cells, (r_R < ROWS)[:, None] & is_in_C, tl.load(cells, mask=is_own, other=0.0)
+
+
+@triton.jit
 def zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V):
     """Zero this program's columns in the rows behind the last sequence's tokens. Sequences share those rows out."""
     share = tl.num_programs(2)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton import own_sequence, state_tiles, zero_rows_of_nobody
+from .triton import own_sequence, own_state, state_tiles, zero_rows_of_nobody
 from .triton_delta_chunks import LONG, delta_chunks_triton
 
 
@@ -79,12 +79,7 @@ def delta_kernel(
     if ONE_TOKEN:
         end = tl.where(end - start == 1, end, start)
     if start < end:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
-        is_cell = is_in_K[:, None] & is_in_V[None, :]
-        # What another sequence left in the slot is not read: it may be NaN.
-        is_own = (k_K < tl.where(context > 0, K, 0))[:, None] & is_in_V[None, :]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, k_K, v_V, K, V)
         row = start.to(tl.int64)
         for _ in range(start, end):
             q_at = q_ptr + row * q_by[0] + key_head * q_by[1] + k_K * q_by[2]

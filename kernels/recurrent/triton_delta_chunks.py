@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton import own_sequence
+from .triton import own_sequence, own_state
 from .triton_chunks import dot_precision
 from .triton_delta_prepare import prepare_by_channel_kernel, prepare_by_head_kernel
 
@@ -99,10 +99,7 @@ def walk_kernel(
     is_in_K, is_in_V = k_K < K, v_V < V
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
     if end - start > 1:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + k_K[:, None] * state_by[2] + v_V[None, :] * state_by[3]
-        is_own = (k_K < tl.where(context > 0, K, 0))[:, None] & is_in_V[None, :]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, k_K, v_V, K, V)
         chunk = (start // C + tl.program_id(2)).to(tl.int64)
         row_C = (start + c_C).to(tl.int64)
         for _ in range(start, end, C):
@@ -130,4 +127,4 @@ def walk_kernel(
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=is_value_CV)
             row_C += C
             chunk += 1
-        tl.store(cells, state, mask=is_in_K[:, None] & is_in_V[None, :])
+        tl.store(cells, state, mask=is_cell)

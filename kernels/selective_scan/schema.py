@@ -37,34 +37,15 @@ def selective_scan(
     no sequence. Raises ValueError if shapes do not fit.
     """
     check_shapes(x, dt, A, B, C, D, z, state)
-    return selective_scan_cpu(
-        x, dt, A, B, C, D, z, dt_bias, dt_softplus, state, cu_seqlens, context_lens, state_slots
-    )
-
-
-@selective_scan.register_kernel("cuda")
-def _(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    z: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import selective_scan_triton
-
-    check_shapes(x, dt, A, B, C, D, z, state)
-    return selective_scan_triton(
+    arguments = (
         x, dt, A, B, C, D, z, dt_bias, dt_softplus, state, cu_seqlens, context_lens, state_slots,
     )  # fmt: skip
+    if x.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import selective_scan_triton
+
+        return selective_scan_triton(*arguments)
+    return selective_scan_cpu(*arguments)
 
 
 @selective_scan.register_fake

@@ -39,48 +39,15 @@ def ssd(
     ValueError if shapes do not fit.
     """
     check_shapes(x, dt, A, B, C, D, state)
-    return ssd_cpu(
-        x,
-        dt,
-        A,
-        B,
-        C,
-        D,
-        dt_bias,
-        dt_softplus,
-        dt_min,
-        dt_max,
-        state,
-        cu_seqlens,
-        context_lens,
-        state_slots,
-    )
-
-
-@ssd.register_kernel("cuda")
-def _(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    dt_softplus: bool,
-    dt_min: float,
-    dt_max: float,
-    state: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    context_lens: torch.Tensor,
-    state_slots: torch.Tensor,
-) -> torch.Tensor:
-    # Triton is not on every machine, and need not be where there is no GPU.
-    from .triton import ssd_triton
-
-    check_shapes(x, dt, A, B, C, D, state)
-    return ssd_triton(
+    arguments = (
         x, dt, A, B, C, D, dt_bias, dt_softplus, dt_min, dt_max, state, cu_seqlens, context_lens, state_slots,
     )  # fmt: skip
+    if x.is_cuda:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from .triton import ssd_triton
+
+        return ssd_triton(*arguments)
+    return ssd_cpu(*arguments)
 
 
 @ssd.register_fake

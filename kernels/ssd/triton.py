@@ -13,6 +13,7 @@ from torch import Tensor
 from regraft.kernels.recurrent.triton import (
     optional_strides,
     own_sequence,
+    own_state,
     rounded,
     state_tiles,
     time_step,
@@ -104,12 +105,7 @@ def ssd_kernel(
     if ONE_TOKEN:
         end = tl.where(end - start == 1, end, start)
     if start < end:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + p_P[:, None] * state_by[2] + s_S[None, :] * state_by[3]
-        is_cell = is_in_P[:, None] & is_in_S[None, :]
-        # What another sequence left in the slot is not read: it may be NaN.
-        is_own = (p_P < tl.where(context > 0, P, 0))[:, None] & is_in_S[None, :]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, p_P, s_S, P, S)
         a = tl.load(a_ptr + head * a_by[0]).to(tl.float32)
         bias = None
         if bias_ptr is not None:
@@ -156,10 +152,8 @@ def ssd_chunk_kernel(
     is_in_P, is_in_S = p_P < P, s_S < S
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
     if end - start > 1:
-        cells = state_ptr + slot * state_by[0] + head.to(tl.int64) * state_by[1]
-        cells = cells + p_P[None, :] * state_by[2] + s_S[:, None] * state_by[3]
-        is_own = (p_P < tl.where(context > 0, P, 0))[None, :] & is_in_S[:, None]
-        state = tl.load(cells, mask=is_own, other=0.0)
+        turned = (state_by[0], state_by[1], state_by[3], state_by[2])
+        cells, is_cell, state = own_state(state_ptr, turned, slot, head, context, s_S, p_P, S, P)
         a = tl.load(a_ptr + head * a_by[0]).to(tl.float32)
         bias = None
         if bias_ptr is not None:
@@ -191,7 +185,7 @@ def ssd_chunk_kernel(
                 mask=is_channel_TP,
             )
             row_T += C
-        tl.store(cells, state, mask=is_in_S[:, None] & is_in_P[None, :])
+        tl.store(cells, state, mask=is_cell)
 
 
 @triton.jit
