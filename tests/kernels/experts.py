@@ -1,18 +1,14 @@
-"""Routed rows for the experts operator, and a program that runs the Triton kernel without a GPU.
-
-Triton decides when it is imported whether its kernels are interpreted: tests start this file in a process of its own,
-with TRITON_INTERPRET=1. Each outcome is one line of JSON, [name, what went wrong or ""].
-"""
+"""Routed rows for the experts operator, and a program that runs the Triton kernel without a GPU."""
 
 from __future__ import annotations
 
-import json
-import traceback
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from regraft.kernels.experts.naive import expert_linear_naive
+from tests.kernels.triton_process import run_cases
 from tests.tolerance import assert_close
 
 
@@ -60,17 +56,5 @@ def run(case: Case, device: str = "cpu") -> None:
     assert_close(actual, expected, dtype=case.dtype, scale=case.width**0.5)
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, case in CASES.items():
-        torch.manual_seed(0)
-        problem = ""
-        try:
-            run(case)
-        except AssertionError:
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]))
-
-
 if __name__ == "__main__":
-    main()
+    run_cases((name, partial(run, case)) for name, case in CASES.items())

@@ -1,18 +1,12 @@
-"""The Triton kernels' cases, and a program that runs them without a GPU.
+"""The Triton kernels' cases, and a program that runs them without a GPU (see `triton_process`).
 
-Triton decides when it is imported whether its kernels are interpreted, so a test process that may have imported it
-already cannot: it starts this file in a process of its own, with TRITON_INTERPRET=1 to run `CASES` and `MUTANTS`
-interpreted, or with TRITON_INTERPRET=0 to compile `COMPILED` for a GPU that is not there. Each outcome is printed as
-one line of JSON, [name, what went wrong or ""].
+With TRITON_INTERPRET=1 it runs `CASES` and `MUTANTS` interpreted, with TRITON_INTERPRET=0 it compiles `COMPILED`.
 
     TRITON_INTERPRET=1 python -m tests.kernels.paged_triton
 """
 
 from __future__ import annotations
 
-import json
-import os
-import traceback
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged import Case, check, make
+from tests.kernels.triton_process import compiling, is_interpreted, run_cases
 
 CASES: dict[str, tuple[Case, dict[str, Any]]] = {
     "decode": (Case((1, 1, 1), (0, 3, 21)), {}),
@@ -179,70 +174,10 @@ def _far_apart(x: Tensor) -> Tensor:
 
 def compile_kernels(case: Case) -> None:
     """Compile for Hopper every kernel that the launcher would start."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from regraft.kernels.paged_attention import triton as launcher
 
-    class Compiler:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return self.compile
-
-        def compile(self, *args: Any, **kwargs: Any) -> None:
-            names = self.kernel.arg_names
-            options = {n: kwargs.pop(n) for n in set(kwargs) - set(names)}
-            values = dict(zip(names, args)) | kwargs
-            constants: dict[tuple[int, ...], Any] = {}
-            hints: dict[tuple[int, ...], Any] = {}
-            signature = {
-                name: _describe(
-                    values[name], (i,), self.kernel.params[i].is_constexpr, constants, hints
-                )
-                for i, name in enumerate(names)
-            }
-            source = ASTSource(self.kernel, signature, constants, hints)
-            code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert code.metadata.shared <= SHARED_MEMORY
-
-    kernels = ("decode_kernel", "combine_kernel", "prefill_kernel")
-    originals = {name: getattr(launcher, name) for name in kernels}
-    for name in kernels:
-        setattr(launcher, name, Compiler(originals[name]))
-    try:
+    with compiling({launcher: ("decode_kernel", "combine_kernel", "prefill_kernel")}):
         launcher.paged_attention_triton(**make(case), splits=4)
-    finally:
-        for name in kernels:
-            setattr(launcher, name, originals[name])
-
-
-SHARED_MEMORY = 232448
-"""Bytes a block may have on Hopper."""
-
-TYPES = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-}
-
-
-def _describe(value: Any, path: tuple[int, ...], fixed: bool, constants: Any, hints: Any) -> Any:
-    """The type of a kernel's argument, as Triton would find it at a launch."""
-    if fixed or value is None or (isinstance(value, int) and value == 1):
-        constants[path] = value
-        return "constexpr"
-    if isinstance(value, tuple):
-        return tuple(_describe(x, (*path, i), fixed, constants, hints) for i, x in enumerate(value))
-    if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-        hints[path] = [["tt.divisibility", 16]]
-    if isinstance(value, Tensor):
-        return TYPES[value.dtype]
-    return "i32" if isinstance(value, int) else "fp32"
 
 
 def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
@@ -255,17 +190,5 @@ def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
     yield "past 2^31 elements", partial(run_past_2_31_elements, "cpu")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, call in outcomes(os.environ["TRITON_INTERPRET"] == "1"):
-        torch.manual_seed(0)
-        problem = ""
-        try:
-            call()
-        except Exception:  # noqa: BLE001  (reported, and the next one gets its turn)
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(outcomes(is_interpreted()))

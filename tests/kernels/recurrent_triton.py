@@ -1,19 +1,11 @@
-"""The recurrent operators' Triton kernels: their cases, and a program that runs them without a GPU.
+"""The recurrent operators' Triton kernels: their cases, and a program that runs them as `paged_triton` does its own.
 
-As `paged_triton`: this file in a process of its own, with TRITON_INTERPRET=1 to run `CASES` and `MUTANTS` interpreted,
-or with TRITON_INTERPRET=0 to compile `COMPILED` for a GPU that is not there. Each outcome is one line of JSON,
-[name, what went wrong or ""].
-
-    TRITON_INTERPRET=1 python -m tests.kernels.recurrent_triton [how a name begins]
+TRITON_INTERPRET=1 python -m tests.kernels.recurrent_triton [how a name begins]
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.paged import poisoned_memory
-from tests.kernels.paged_triton import SHARED_MEMORY, _describe
+from tests.kernels.triton_process import compiling, is_interpreted, run_cases
 from tests.tolerance import assert_close
 
 Arguments = dict[str, Any]
@@ -431,46 +423,12 @@ KERNELS = {
 
 def compile_kernels(case: Case) -> None:
     """Compile for Hopper every kernel that the launcher would start."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    compiled = []
-
-    class Compiler:
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
-
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return self.compile
-
-        def compile(self, *args: Any, **kwargs: Any) -> None:
-            names = self.kernel.arg_names
-            options = {n: kwargs.pop(n) for n in set(kwargs) - set(names)}
-            values = dict(zip(names, args)) | kwargs
-            constants: dict[tuple[int, ...], Any] = {}
-            hints: dict[tuple[int, ...], Any] = {}
-            signature = {
-                name: _describe(values[name], (i,), self.kernel.params[i].is_constexpr, constants, hints)
-                for i, name in enumerate(names)
-            }  # fmt: skip
-            source = ASTSource(self.kernel, signature, constants, hints)
-            code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-            assert code.metadata.shared <= SHARED_MEMORY
-            compiled.append(code)
-
-    originals = []
-    for place, names in KERNELS.items():
-        module = importlib.import_module(f"regraft.kernels.{place}")
-        for name in names:
-            originals.append((module, name, getattr(module, name)))
-            setattr(module, name, Compiler(getattr(module, name)))
-    try:
+    modules = {
+        importlib.import_module(f"regraft.kernels.{place}"): names
+        for place, names in KERNELS.items()
+    }
+    with compiling(modules):
         form(case.operator, "triton")(**make(case), **case.options)
-    finally:
-        for module, name, kernel in originals:
-            setattr(module, name, kernel)
-    assert compiled
 
 
 def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
@@ -484,19 +442,5 @@ def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
         yield f"{operator}, past 2^31 elements", partial(run_past_2_31_elements, operator, "cpu")
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    for name, call in outcomes(os.environ["TRITON_INTERPRET"] == "1"):
-        if not name.startswith(sys.argv[1] if sys.argv[1:] else ""):
-            continue
-        torch.manual_seed(0)
-        problem = ""
-        try:
-            call()
-        except Exception:  # noqa: BLE001  (reported, and the next one gets its turn)
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(outcomes(is_interpreted()))

@@ -1,17 +1,13 @@
-"""Rows of logits for the sampling operators, and a program that runs the Triton kernels without a GPU.
-
-Triton decides when it is imported whether its kernels are interpreted: tests start this file in a process of its own,
-with TRITON_INTERPRET=1. Each outcome is one line of JSON, [name, what went wrong or ""].
-"""
+"""Rows of logits for the sampling operators, and a program that runs the Triton kernels without a GPU."""
 
 from __future__ import annotations
 
-import json
-import traceback
+from functools import partial
 
 import torch
 
 from regraft.kernels.sampling.naive import greedy_naive
+from tests.kernels.triton_process import run_cases
 
 SIZES = {
     "one row": (1, 9000),
@@ -44,18 +40,7 @@ def check(name: str, greedy, device: str = "cpu") -> None:
     assert ((tokens >= 0) & (tokens < logits.shape[1]))[fit].all()
 
 
-def main() -> None:
+if __name__ == "__main__":
     from regraft.kernels.sampling.triton import greedy_triton
 
-    torch.set_num_threads(1)
-    for name in SIZES:
-        problem = ""
-        try:
-            check(name, greedy_triton)
-        except AssertionError:
-            problem = traceback.format_exc()
-        print(json.dumps([name, problem]))
-
-
-if __name__ == "__main__":
-    main()
+    run_cases((name, partial(check, name, greedy_triton)) for name in SIZES)

@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +8,8 @@ import torch
 from regraft.kernels.experts import expert_linear
 from regraft.kernels.experts.naive import expert_linear_naive
 from tests.kernels import experts
+from tests.kernels.triton_process import outcomes
 from tests.tolerance import assert_close
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", experts.CASES)
@@ -33,30 +27,10 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert_close(alone[0], whole[row], scale=4)
 
 
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("triton")
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "TRITON_CACHE_DIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.experts"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return dict(json.loads(line) for line in process.stdout.splitlines())
-
-
 @pytest.mark.xdist_group("experts_interpreted")
 @pytest.mark.parametrize("name", experts.CASES)
-def test_triton_interpreted(name: str, interpreted: dict[str, str]) -> None:
-    assert interpreted[name] == ""
+def test_triton_interpreted(name: str) -> None:
+    assert outcomes("experts", True)[name] == ""
 
 
 @pytest.mark.gpu

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,38 +13,8 @@ from regraft.kernels.paged_attention import paged_attention
 from regraft.kernels.paged_attention.naive import paged_attention_naive
 from tests.kernels import paged_triton
 from tests.kernels.paged import Case, check, copied, make
+from tests.kernels.triton_process import outcomes
 from tests.tolerance import assert_close
-
-ROOT = Path(__file__).parents[2]
-
-
-def outcomes(folder: Path, interpreted: str) -> dict[str, str]:
-    """Run `paged_triton` in a process of its own: name -> what went wrong."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": interpreted,
-        "TRITON_CACHE_DIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.paged_triton"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    return dict(json.loads(line) for line in process.stdout.splitlines())
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return outcomes(tmp_path_factory.mktemp("triton"), "1")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return outcomes(tmp_path_factory.mktemp("triton"), "0")
 
 
 def names(interpreted: bool) -> list[str]:
@@ -59,15 +24,15 @@ def names(interpreted: bool) -> list[str]:
 # One worker runs all of a process's cases: the process is started once.
 @pytest.mark.xdist_group("paged_attention_interpreted")
 @pytest.mark.parametrize("name", names(True))
-def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
-    assert interpreted[name] == ""
+def test_interpreted(name: str) -> None:
+    assert outcomes("paged_triton", True)[name] == ""
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("paged_attention_compiled")
 @pytest.mark.parametrize("name", names(False))
-def test_compiles_without_a_gpu(name: str, compiled: dict[str, str]) -> None:
-    assert compiled[name] == ""
+def test_compiles_without_a_gpu(name: str) -> None:
+    assert outcomes("paged_triton", False)[name] == ""
 
 
 @pytest.mark.gpu

@@ -4,14 +4,7 @@ where there is one.
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,30 +13,8 @@ from torch import Tensor
 
 from tests.kernels import recurrent_triton
 from tests.kernels.recurrent_triton import OPERATORS, Case, check, form, make, state_name
+from tests.kernels.triton_process import outcomes
 from tests.tolerance import assert_close
-
-ROOT = Path(__file__).parents[2]
-
-
-@functools.cache
-def outcomes(begin: str, interpreted: str) -> dict[str, str]:
-    """Run `recurrent_triton` in a process of its own: name -> what went wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "TRITON_INTERPRET": interpreted,
-            "TRITON_CACHE_DIR": folder,
-            "OMP_NUM_THREADS": "1",
-        }
-        process = subprocess.run(
-            [sys.executable, "-m", "tests.kernels.recurrent_triton", begin],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert process.returncode == 0, process.stderr
-    return dict(json.loads(line) for line in process.stdout.splitlines())
 
 
 def named(interpreted: bool) -> list[object]:
@@ -64,13 +35,13 @@ def begin_of(name: str) -> str:
 
 @pytest.mark.parametrize("name", named(True))
 def test_interpreted(name: str) -> None:
-    assert outcomes(begin_of(name) + ",", "1")[name] == ""
+    assert outcomes("recurrent_triton", True, begin_of(name) + ",")[name] == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named(False))
 def test_compiles_without_a_gpu(name: str) -> None:
-    assert outcomes(begin_of(name), "0")[name] == ""
+    assert outcomes("recurrent_triton", False, begin_of(name))[name] == ""
 
 
 @pytest.mark.gpu
