@@ -22,6 +22,7 @@ from regraft.rewriter.graph import shape_of
 from regraft.rewriter.pipeline import Rewriting, rewrite
 from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
+from regraft.rewriter.returned_rows import mark_returned_rows
 from regraft.rewriter.validate import (
     Validation,
     ValidationError,
@@ -146,7 +147,9 @@ def _settle(model: nn.Module) -> None:
 
 
 def _rewrite(model: nn.Module, fallback: str) -> Rewriting:
-    return rewrite(capture(model), pipeline(), fallback=fallback)
+    captured = capture(model)
+    mark_returned_rows(captured)
+    return rewrite(captured, pipeline(), fallback=fallback)
 
 
 def _report(model: nn.Module, state: Rewriting, seconds: float) -> RewriteReport:
@@ -236,7 +239,7 @@ def _test_replays(engine: Engine, model: nn.Module, state: Rewriting) -> None:
     for served, replay in replays:
         rows, replay.probe = replay.probe, None
         assert rows is not None
-        check_prefix(served, rows)
+        check_prefix(served, rows, engine.model.max_positions)
     engine.report.notes.append(
         f"{len(replays)} replayed regions passed the prefix test on these weights"
     )

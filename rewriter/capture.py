@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .admit import admit, inner_model
+from .aliases import taken_apart
 from .errors import RewriteError, first_line
 from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
@@ -156,7 +157,7 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     assert watch.symbol is not None and watch.shape_env is not None
     where = _interval(watch, 0, len(watch.shape_env.guards))
     with quiet():
-        return program.run_decompositions({}), watch.symbol, where
+        return program.run_decompositions(taken_apart()), watch.symbol, where
 
 
 def _export(row: _PackedRow) -> ExportedProgram:

@@ -94,6 +94,11 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return shape
 
 
+def token_count(graph: fx.Graph) -> fx.Node:
+    """The node that holds T, of which a graph in normal form has one."""
+    return next(n for n in graph.nodes if n.op == "call_function" and n.meta.get("size") == TOKENS)
+
+
 def is_aten(node: object, *names: str) -> bool:
     """True if `node` calls an ATen operator of one of these names, any overload: `is_aten(n, "view", "reshape")`."""
     if not isinstance(node, fx.Node) or node.op != "call_function":

@@ -83,7 +83,7 @@ def branches(node: fx.Node, coordinates: Coordinates) -> list[Branch]:
 
     Empty for any other operation. Conditions exclude each other and cover every element.
     """
-    if is_aten(node, "cat", "concatenate", "concat"):
+    if is_aten(node, "cat"):
         return _cat_branches(node, coordinates)
     if is_aten(node, "slice_scatter"):
         return _slice_scatter_branches(node, coordinates)
@@ -362,7 +362,7 @@ _MOVES: dict[str, Callable[[fx.Node, Coordinates], Element | None]] = {
     **dict.fromkeys(("_to_copy", "to", "type_as"), _cast),
     **dict.fromkeys(("reshape", "view", "_unsafe_view", "flatten", "unflatten"), _reshape),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
-    **dict.fromkeys(("transpose", "swapaxes"), _transpose),
+    "transpose": _transpose,
     **dict.fromkeys(("t", "mT"), _matrix_transpose),
     "permute": _permute,
     "unsqueeze": _unsqueeze,

@@ -14,7 +14,8 @@ import sympy
 import torch
 from torch import fx
 
-from .graph import TOKENS, is_aten
+from .aliases import first_name
+from .graph import TOKENS, is_aten, token_count
 from .sink_gates import spell_sink_gates
 
 aten = torch.ops.aten
@@ -94,12 +95,12 @@ def _replace(node: fx.Node, value: Value) -> None:
 
 def _spell(node: fx.Node) -> None:
     """Same operation, one name."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        node.target = first_name(node.target)
     if is_aten(node, "view", "_unsafe_view", "reshape"):
         node.target = aten.reshape.default
     elif is_aten(node, "t"):
         node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
-    elif is_aten(node, "concatenate", "concat"):
-        node.target = aten.cat.default
     elif is_aten(node, *FILLS):
         _spell_fill(node)
     elif is_aten(node, "index_put") and _writes_one_number(node):
@@ -129,10 +130,7 @@ FILLS = {"new_empty": 0, "new_zeros": 0, "new_ones": 1, "new_full": None, "empty
 
 def _spell_fill(node: fx.Node) -> None:
     """`full(size, value)`: the tensor that lends its shape or dtype is no operand any more."""
-    tokens = next(
-        n for n in node.graph.nodes if n.meta.get("size") == TOKENS and n.op == "call_function"
-    )
-    known = {TOKENS: tokens}
+    known = {TOKENS: token_count(node.graph)}
     sizes: list[object] = [
         size if isinstance(size, int) else known.get(size) for size in node.meta["shape"]
     ]
@@ -222,7 +220,7 @@ def identity_permutation(node: fx.Node) -> Value | None:
 
 def single_cat(node: fx.Node) -> Value | None:
     """Concatenation of one tensor."""
-    if is_aten(node, "cat", "concatenate", "concat") and len(node.args[0]) == 1:
+    if is_aten(node, "cat") and len(node.args[0]) == 1:
         return node.args[0][0]
     return None
 

@@ -32,10 +32,11 @@ Rows = Sequence[torch.Tensor | None]
 
 
 @torch.no_grad()
-def check_prefix(served: Served, rows: Rows) -> None:
+def check_prefix(served: Served, rows: Rows, max_positions: int | None = None) -> None:
     """Raise RewriteError unless the region is prefix-stable on `rows`; find the shortest text it runs on.
 
-    rows    one sequence, [T, *row] per input of the region, None for positions
+    rows             one sequence, [T, *row] per input of the region, None for positions
+    max_positions    of the model, which serves no longer text (and may well change beyond: dynamic rope scaling)
     """
     replay = served.replay
     assert replay is not None
@@ -43,7 +44,7 @@ def check_prefix(served: Served, rows: Rows) -> None:
     replay.min_tokens = _shortest(served, rows, total)
     near = {*range(1, SHORTEST + 2), total // 2, total // 2 + 1, total - 2, total - 1}
     _compare(served, rows, total, near)
-    _look_far(served, rows, total)
+    _look_far(served, rows, total, min(FARTHEST, max_positions or FARTHEST))
 
 
 def _compare(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
@@ -52,7 +53,7 @@ def _compare(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
     assert replay is not None
     whole = _run(replay, rows, total)
     for length in sorted(length for length in lengths if 0 < length < total):
-        error = _difference(whole[:length], _run(replay, rows, length))
+        error = difference(whole[:length], _run(replay, rows, length))
         if not error <= TOLERANCE.get(whole.dtype, 0.0):
             raise _refusal(
                 served,
@@ -80,22 +81,22 @@ def _shortest(served: Served, rows: Rows, total: int) -> int:
     return replay.min_tokens
 
 
-def _look_far(served: Served, rows: Rows, total: int) -> None:
+def _look_far(served: Served, rows: Rows, total: int, longest: int) -> None:
     """A region may be causal up to some length only: a rotary embedding that changes, a scale by the length."""
     replay = served.replay
     assert replay is not None
-    farthest = min(FARTHEST, FAR_BYTES // _bytes_per_token(replay))
+    farthest = min(longest, FAR_BYTES // _bytes_per_token(replay))
     if farthest <= total:
         return
     named = [n for n in _thresholds(replay) if n + 3 <= farthest]
     text = [None if row is None else _repeat(row, farthest) for row in rows]
     lengths, seconds = [total], 0.0
-    while lengths[-1] * 2 <= farthest and seconds < FAR_SECONDS:
-        start = time.perf_counter()
-        if not _runs(replay, text, lengths[-1] * 2):  # a table may end before
+    while lengths[-1] < farthest and seconds < FAR_SECONDS:
+        start, longer = time.perf_counter(), min(2 * lengths[-1], farthest)
+        if not _runs(replay, text, longer):  # a table may end before
             break
         seconds = time.perf_counter() - start
-        lengths.append(lengths[-1] * 2)
+        lengths.append(longer)
     _compare(served, text, lengths[-1], set(lengths))
     for n in named:
         if n + 3 <= lengths[-1] or _runs(replay, text, n + 3):
@@ -159,7 +160,7 @@ def _refusal(served: Served, problem: str, fix: str) -> RewriteError:
     )
 
 
-def _difference(whole: torch.Tensor, part: torch.Tensor) -> float:
+def difference(whole: torch.Tensor, part: torch.Tensor) -> float:
     """Largest difference in units of the largest magnitude (at least 1); for whole numbers, how many differ.
 
     What is not finite, or as large as the lowest number that masks are filled with, must be equal.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import TOKENS, Size, is_aten, named_arguments, shape_of
+from .graph import TOKENS, Size, is_aten, named_arguments, shape_of, token_count
 
 aten = torch.ops.aten
 
@@ -96,9 +96,7 @@ def _without_casts(node: fx.Node) -> fx.Node:
 def _with_column(graph: fx.Graph, gate: _Gate) -> fx.Node:
     """The product by a softmax over one more column of scores, which is dropped again behind it."""
     (*rows, keys), dtype = shape_of(gate.scores), gate.scores.meta["dtype"]
-    tokens = next(
-        n for n in graph.nodes if n.op == "call_function" and n.meta.get("size") == TOKENS
-    )
+    tokens = token_count(graph)
 
     def call(target: Any, *args: Any, shape: tuple[Size, ...], dtype: torch.dtype) -> fx.Node:
         options = {"dtype": dtype} if target is aten._to_copy.default else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 
 from regraft.rewriter.graph import Size, shape_of
 
-from .value import FIXED, PERM, ROWS, Value, has_tokens, make
+from .value import FIXED, PERM, ROWS, Axis, Value, has_tokens, make
 
 Result = Value | tuple[Value, ...]
 Rule = Callable[["Facts"], Result]
@@ -28,6 +28,8 @@ SIZED: set[str] = set()
 
 TOKEN_INPUTS = ("input_ids", "position_ids")
 A_VALUE = "the number of tokens is used as a value"
+RETURNED = "rows_returned"
+"""Key of a node's meta: no rule says so, but its rows are one per token again (see rewriter/returned_rows.py)."""
 
 
 def rule(*names: str, sizes: bool = False) -> Callable[[Rule], Rule]:
@@ -42,6 +44,10 @@ def rule(*names: str, sizes: bool = False) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+class Unforeseen(Exception):
+    """A form of an operator's arguments that its rule does not know."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,8 @@ class Facts:
     def tensor(self, position: int, name: str) -> fx.Node:
         """An argument that must be a tensor."""
         found = self.argument(position, name)
-        assert isinstance(found, fx.Node), f"{name} of {self.node.target} is no tensor"
+        if not isinstance(found, fx.Node):
+            raise Unforeseen(f"{name} of {self.node.target} is no tensor")
         return found
 
     def value(self, operand: object) -> Value:
@@ -79,7 +86,8 @@ class Facts:
         if not isinstance(operand, fx.Node):
             return FIXED
         value = self.values[operand]
-        assert isinstance(value, Value), f"{operand} has several outputs"
+        if not isinstance(value, Value):
+            raise Unforeseen(f"{operand} has several outputs")
         return value
 
     def shape(self, operand: object) -> tuple[Size, ...]:
@@ -120,7 +128,8 @@ class Facts:
 
     def dim(self, dim: object, operand: object = None) -> int:
         """A dimension argument as a non-negative index into `operand` (default: the result)."""
-        assert isinstance(dim, int), f"dimension {dim} is not a number"
+        if not isinstance(dim, int):
+            raise Unforeseen(f"dimension {dim} is not a number")
         ndim = len(self.shape(operand)) if operand is not None else len(self.out_shape)
         return dim + ndim if dim < 0 else dim
 
@@ -174,7 +183,7 @@ def analyse(graph: fx.Graph) -> Analysis:
 
     A graph is proven when nothing that its output needs is cut, wide or unknown (see regions.verdict).
     """
-    from . import contract, create, elementwise, layout, operators, place, reduce, select  # noqa: F401 (their rules)
+    from . import contract, create, elementwise, layout, operators, place, reduce, select, within  # noqa: F401 (their rules)
 
     analysis = Analysis(graph)
     for node in graph.nodes:
@@ -195,7 +204,10 @@ def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
     if found is None:
         analysis.unknown.setdefault(str(node.target), node)
         return facts.unknown(f"no rule for {node.target}")
-    result = found(facts)
+    try:
+        result = found(facts)
+    except Unforeseen as reason:
+        result = facts.unknown(str(reason))
     stray = "" if is_grafted(node) else _stray_operand(node, facts)
     if not stray:
         return result
@@ -262,9 +274,15 @@ def _rule_for(node: fx.Node, facts: Facts) -> Rule | None:
 
 def _cut(node: fx.Node, result: Result, analysis: Analysis) -> Result:
     """Mixed rows in order, and nothing else that grows with the row: from here on they are rows again."""
-    if isinstance(result, tuple) or not (result.mixed and result.has_row_shape):
+    if isinstance(result, tuple) or not result.mixed:
         return result
     shape = node.meta.get("shape") or ()
+    if node.meta.get(RETURNED):
+        result = replace(
+            result, axes=tuple((d, Axis()) for d, n in enumerate(shape) if has_tokens(n))
+        )
+    if not result.has_row_shape:
+        return result
     if any(has_tokens(size) for dim, size in enumerate(shape) if dim != result.token_dim):
         return result
     analysis.uncut[node] = result

@@ -10,16 +10,18 @@ from .analysis import Facts, Result, rule
 from .value import Value, fitted, make, together
 
 POINTWISE = """
-    abs acos add addcdiv addcmul alias __and__ angle asin atan atan2 bitwise_and bitwise_left_shift
-    bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip clone
-    complex _conj conj conj_physical contiguous cos cosh detach div dropout elu eq erf erfc erfinv exp exp2 expm1 fill
-    float_power floor floor_divide fmod frac ge gelu gt hardshrink hardsigmoid hardswish hardtanh hypot imag
-    isfinite isinf isnan ldexp le leaky_relu lerp lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid
-    logaddexp logical_and logical_not logical_or logical_xor logit __lshift__ lt masked_fill maximum minimum
-    mish mul nan_to_num ne neg __or__ polar positive pow real reciprocal relu relu6 remainder resolve_conj
-    resolve_neg round __rshift__ rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink
-    softsign special_expit sqrt square sub tan tanh threshold to _to_copy true_divide trunc where xlogy
-    __xor__
+    abs acos acosh add addcdiv addcmul alias __and__ angle asin asinh atan atan2 atanh bitwise_and
+    bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor ceil celu clamp clamp_max
+    clamp_min clone complex conj _conj conj_physical contiguous copysign cos cosh deg2rad detach digamma div
+    dropout elu eq erf erfc erfinv exp exp2 expm1 fill float_power floor floor_divide fmax fmin fmod frac gcd
+    ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac imag isfinite isinf
+    isnan lcm ldexp le leaky_relu lerp lgamma lift_fresh lift_fresh_copy log log10 log1p log2 log_sigmoid
+    logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit __lshift__ lt masked_fill
+    maximum minimum mish mul mvlgamma nan_to_num ne neg nextafter __or__ polar polygamma positive pow
+    _prelu_kernel rad2deg real reciprocal relu relu6 remainder resolve_conj resolve_neg round __rshift__ rsqrt
+    rsub selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink softsign special_bessel_j0
+    special_entr special_erfcx special_i0e special_i1 special_log_ndtr special_ndtri special_zeta sqrt square
+    sub tan tanh threshold to _to_copy trunc where xlogy __xor__
 """.split()
 
 
@@ -48,3 +50,11 @@ def one_operand(facts: Facts) -> Value:
     """copy(destination, source) and type_as(source, like): only the source's elements survive."""
     source = facts.tensor(1, "src") if facts.name == "copy" else facts.tensor(0, "self")
     return combine(facts, [source])
+
+
+@rule("bucketize")
+def bucketize(facts: Facts) -> Result:
+    """Which of the intervals between the boundaries each element falls into."""
+    if not facts.value(facts.tensor(1, "boundaries")).is_fixed:
+        return facts.unknown("boundaries that depend on tokens")
+    return combine(facts, [facts.tensor(0, "self")])

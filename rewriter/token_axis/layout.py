@@ -166,7 +166,7 @@ def _redistribute(
     return {dim: PERM for dim in new_dims if new[dim] != 1}
 
 
-@rule("transpose", "t", "permute", "movedim", "swapaxes", "numpy_T", "mT", "adjoint")
+@rule("transpose", "t", "permute", "movedim", "numpy_T", "mT", "adjoint")
 def permute(facts: Facts) -> Value:
     source = facts.tensor(0, "self")
     value = facts.value(source)

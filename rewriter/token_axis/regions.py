@@ -52,6 +52,19 @@ class _Slice:
 def find_regions(analysis: Analysis) -> list[Region]:
     """Every region that the logits need, in the order of the graph."""
     order = {node: i for i, node in enumerate(analysis.graph.nodes)}
+    slices, _ = _walk(analysis)
+    ordered = sorted(slices, key=order.__getitem__)
+    return [_region(slices[closer], analysis, order) for closer in ordered]
+
+
+def lost_nodes(analysis: Analysis) -> set[fx.Node]:
+    """What the logits need that is no longer rows and in no region: where tokens mix for good."""
+    _, between = _walk(analysis)
+    return {node for node in between if analysis.is_wide(node)}
+
+
+def _walk(analysis: Analysis) -> tuple[dict[fx.Node, _Slice], set[fx.Node]]:
+    """Backwards from the logits: the slice of each region by its closer, and all nodes outside of them."""
     slices: dict[fx.Node, _Slice] = {}
     pending = list(analysis.graph.output_node().all_input_nodes)
     seen: set[fx.Node] = set()
@@ -66,8 +79,7 @@ def find_regions(analysis: Analysis) -> list[Region]:
             pending.extend(grown.inputs)
         else:
             pending.extend(node.all_input_nodes)
-    ordered = sorted(slices, key=order.__getitem__)
-    return [_region(slices[closer], analysis, order) for closer in ordered]
+    return slices, seen - set(slices)
 
 
 def _grow(closer: fx.Node, analysis: Analysis) -> _Slice:

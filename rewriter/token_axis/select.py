@@ -96,7 +96,7 @@ def split(facts: Facts) -> Result:
     return (value,) * len(facts.out_shapes)
 
 
-@rule("cat", "concatenate", "concat")
+@rule("cat")
 def cat(facts: Facts) -> Value:
     dim = facts.dim(facts.argument(1, "dim", 0))
     parts = [part for part in facts.tensors if 0 not in facts.shape(part)]

@@ -233,6 +233,11 @@ def test_a_switch_inside_an_opaque_module_is_found() -> None:
     assert served.kind == "module"
     with pytest.raises(RewriteError, match="this module is not causal"):
         check_prefix(served, read)
+    check_prefix(
+        served, read, max_positions=300
+    )  # a model that serves no longer text never meets the branch
+    with pytest.raises(RewriteError, match="this module is not causal"):
+        check_prefix(served, read, max_positions=301)
 
 
 def test_a_table_may_end_before_a_threshold() -> None:

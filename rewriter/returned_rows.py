@@ -1,0 +1,93 @@
+"""Rows that are in order again though no rule can tell: found by measuring, in a graph that is not proven without.
+
+After a roll, a flip or a sum over all tokens nothing is known of a value's rows. What a model makes of it, the rows
+before (a roll whose first row is masked), a sum over what came before (the total less what follows), may be one row
+per token again, causally. Which value that is shows in a run: it is the first whose rows stay as they are when the
+text is cut behind them. Marked, it closes a region like any other, which replay serves and the prefix test measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from .graph import TOKENS, CapturedGraph, shape_of
+from .prefix import TOLERANCE, difference
+from .token_axis.analysis import RETURNED, Analysis, analyse
+from .token_axis.regions import lost_nodes
+from .token_axis.value import has_tokens
+
+LONGEST, CUTS = 40, (39, 31, 22, 13)
+"""Tokens of the measured text, and of what is left of it. A graph that needs more has them on top."""
+
+
+def mark_returned_rows(captured: CapturedGraph) -> int:
+    """Mark the values whose rows came back in order; how many. None on the meta device, or in a graph without need."""
+    marked, values = 0, None
+    while lost := _candidates(analyse(captured.graph)):
+        if values is None:
+            values = _measure(captured, lost)
+        found = next((node for node in lost if values.get(node)), None)
+        if found is None:
+            break
+        found.meta[RETURNED] = True
+        marked += 1
+    return marked
+
+
+def _candidates(analysis: Analysis) -> list[fx.Node]:
+    """Numbers in the shape of rows that the logits need and whose rows are lost, in the order of the graph."""
+    lost = lost_nodes(analysis)
+    return [node for node in analysis.graph.nodes if node in lost and token_dim(node) is not None]
+
+
+def token_dim(node: fx.Node) -> int | None:
+    """The one dimension of size T of a tensor of real numbers, if no other grows with the text."""
+    dtype = node.meta.get("dtype")
+    if node.op != "call_function" or dtype is None or not dtype.is_floating_point:
+        return None
+    dims = [dim for dim, size in enumerate(shape_of(node)) if has_tokens(size)]
+    return dims[0] if len(dims) == 1 and shape_of(node)[dims[0]] == TOKENS else None
+
+
+def _measure(captured: CapturedGraph, nodes: list[fx.Node]) -> dict[fx.Node, bool]:
+    """Per node: do its rows stay as they are when the text is cut behind them?"""
+    device = next((tensor.device for tensor in captured.weights.values()), torch.device("cpu"))
+    more = captured.min_tokens
+    if device.type == "meta" or (captured.max_tokens or LONGEST + more) < LONGEST + more:
+        return {}
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(
+        int(shape_of(captured.logits)[-1]), (1, LONGEST + more), generator=generator
+    )
+    ids, positions = ids.to(device), torch.arange(LONGEST + more, device=device)[None]
+    whole = dict(_run(captured, nodes, ids, positions))
+    steady = dict.fromkeys(whole, True)
+    for cut in CUTS:
+        end = cut + more
+        for node, part in _run(captured, nodes, ids[:, :end], positions[:, :end]):
+            rows = whole[node].narrow(token_dim(node), 0, end)
+            limit = TOLERANCE.get(part.dtype, 0.0)
+            steady[node] &= difference(rows, part) <= limit
+    return steady
+
+
+@torch.no_grad()
+def _run(
+    captured: CapturedGraph, nodes: list[fx.Node], ids: torch.Tensor, positions: torch.Tensor
+) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+    """Values of these nodes."""
+    wanted = set(nodes)
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> object:
+            value = super().run_node(node)
+            if node in wanted:
+                found[node] = value
+            return value
+
+    found: dict[fx.Node, torch.Tensor] = {}
+    Recorder(captured.module).run(ids, positions)
+    yield from found.items()
