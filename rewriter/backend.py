@@ -38,6 +38,7 @@ from torch._guards import CompileContext
 from .backend_report import GraphReport, record
 from .dynamo_cut import unknown_nodes
 from .dynamo_graft import graft
+from .dynamo_inline import inlined
 from .dynamo_inputs import Inputs, read_inputs, source_name
 from .dynamo_prepare import Preparation, needs_preparation, prepare
 from .dynamo_unused import with_unused_inputs
@@ -146,6 +147,7 @@ def regraft_backend(
 
 
 def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) -> Grafted | Declined:
+    module = inlined(module)
     inputs = read_inputs(module, examples)
     if isinstance(inputs, Declined):
         return inputs

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
+from .dynamo_inline import nodes_within
 from .dynamo_inputs import Inputs, mark_dynamic, traced_module
 from .dynamo_unused import unread_positions
 from .leaf_calls import stand_in
@@ -92,7 +93,7 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, done: Preparation
 def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, Any]]:
     """Functions to keep whole in the files that the modules of a graph, and of the traced frame, are written in."""
     kinds: set[type] = set()
-    for node in module.graph.nodes:
+    for node in nodes_within(module):
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             if isinstance(kind, type):
                 kinds.add(kind)
@@ -134,6 +135,6 @@ def _has_experts(module: fx.GraphModule) -> bool:
     place = f'File "{code.co_filename}", line '
     return any(
         place in trace and f"in {code.co_name}" in trace
-        for node in module.graph.nodes
+        for node in nodes_within(module)
         if (trace := node.meta.get("stack_trace") or "")
     )

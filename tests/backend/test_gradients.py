@@ -8,7 +8,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.backend.batches import batch, compiled, fresh_dynamo, slow_but, texts
-from tests.backend.toys import ToyLM, WithDetach, WithOwnGradient, WithPair, WithSum
+from tests.backend.toys import (
+    ToyLM,
+    WithCheckpoint,
+    WithDetach,
+    WithOwnGradient,
+    WithPair,
+    WithSum,
+)
 from tests.families.models import build
 
 RELATIVE = 1e-3
@@ -80,7 +87,7 @@ def test_packed_step(name: str) -> None:
     assert_equal_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("kind", [ToyLM, WithDetach, WithOwnGradient, WithSum])
+@pytest.mark.parametrize("kind", [ToyLM, WithCheckpoint, WithDetach, WithOwnGradient, WithSum])
 def test_where_a_model_says_what_has_a_gradient(kind: type[ToyLM]) -> None:
     """Stopped and made-up gradients are the model's own; what runs without an operator has one too."""
     model, lengths = kind(), (7, 1, 4)
@@ -101,6 +108,19 @@ def test_a_function_that_cannot_be_had_apart_is_left_alone() -> None:
     with fresh_dynamo() as reports:
         compiled(model)(input_ids=ids).logits.square().sum().backward()
     assert "an autograd.Function with several results" in reports[0].reason
+    assert_equal_gradients(gradients(model), expected)
+
+
+@pytest.mark.slow
+def test_packed_step_with_checkpoints() -> None:
+    """Layers computed twice to save memory: graphs of their own, with experts and functions kept whole in them."""
+    model, call = build("qwen3_next"), batch("packed", texts("qwen3_next"))
+    expected = expected_gradients(model, call.texts)
+    model.train().activation_checkpointing_enable()
+    with fresh_dynamo() as reports:
+        step = compiled(model)
+        step(**call.inputs, labels=labels(call.inputs, call.rows), use_cache=False).loss.backward()
+    assert [report.served for report in reports] == [True]
     assert_equal_gradients(gradients(model), expected)
 
 

@@ -54,4 +54,4 @@ def test_the_example() -> None:
     ]
     done = subprocess.run([sys.executable, str(script), *sizes], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("scores differ by at most") == 2
+    assert done.stdout.count("scores differ by at most") == 3

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 
 class ToyLM(nn.Module):
@@ -178,3 +179,14 @@ class WithLoop(ToyLM):
             state = 0.5 * state + x[:, index]
             rows.append(state)
         return mixed + torch.stack(rows, 1)
+
+
+class WithCheckpoint(ToyLM):
+    """A part, with a weight in it and two results, is computed once more for the backward: a graph within the graph."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        one, two = checkpoint(self._part, x, mixed, use_reentrant=False)
+        return one + checkpoint(torch.tanh, two, use_reentrant=False)
+
+    def _part(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        return x * mixed, self.qkv(x + mixed)[..., : x.shape[-1]]
