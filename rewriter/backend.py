@@ -36,6 +36,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
 from .backend_report import GraphReport, record
+from .dynamo_break import graph_break
 from .dynamo_cut import unknown_nodes
 from .dynamo_graft import graft
 from .dynamo_inline import inlined
@@ -137,6 +138,7 @@ def regraft_backend(
     example_inputs = with_unused_inputs(module, example_inputs)
     grafted = _graft(module, example_inputs, chosen)
     if not isinstance(grafted, Declined):
+        grafted.report.ends = graph_break(module)
         record(grafted.report)
         return grafted.as_function()
     if chosen.strict or chosen.batch_invariant:
@@ -188,6 +190,8 @@ def _leave_alone(
     """Hand a graph to the inner backend."""
     if options.batch_invariant:
         raise Refused(declined)
-    record(GraphReport(served=False, reason=str(declined), num_nodes=len(module.graph.nodes)))
+    report = GraphReport(served=False, reason=str(declined), num_nodes=len(module.graph.nodes))
+    report.ends = graph_break(module)
+    record(report)
     compiled: Compiled = lookup_backend(options.backend)(module, list(examples))
     return compiled

@@ -16,6 +16,7 @@ class GraphReport:
     form        "padded", "packed" or "plain"
     layers      its mixing places, as the passes served them
     proof       what was proven of the grafted graph
+    ends        why and where Dynamo ended the graph before the traced code was at its end, "" if it did not
     calls, fallbacks    how often it ran, and how often on the batch as it is, for a reason that `last_fallback` gives
     """
 
@@ -25,19 +26,21 @@ class GraphReport:
     form: str = ""
     layers: list[Served] = field(default_factory=list)
     proof: str = ""
+    ends: str = ""
     calls: int = 0
     fallbacks: int = 0
     last_fallback: str = ""
 
     def __str__(self) -> str:
+        ends = [f"Dynamo ends the graph: {self.ends}"] * bool(self.ends)
         if not self.served:
-            return f"left alone ({self.num_nodes} nodes): {self.reason}"
+            return "\n  ".join([f"left alone ({self.num_nodes} nodes): {self.reason}", *ends])
         kinds = [
             f"{layer.region.path or 'model'}: {layer.kind}, {layer.served} ({layer.operator})"
             for layer in self.layers
         ]
         head = f"grafted, {self.form}, {self.calls} calls ({self.fallbacks} on the batch as it is); {self.proof}"
-        return "\n  ".join([head, *kinds])
+        return "\n  ".join([head, *kinds, *ends])
 
 
 _reports: list[GraphReport] = []

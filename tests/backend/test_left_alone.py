@@ -39,6 +39,8 @@ def test_several_graphs() -> None:
     _, reports = run(WithBreak(), input_ids=IDS)
     assert [report.served for report in reports] == [True, False, False]  # the two methods' rests
     assert reasons(reports).count("no input is called input_ids") == 2
+    assert "`torch._dynamo.graph_break()` (toys.py:" in reports[0].ends
+    assert reports[0].ends in str(reports[0])
 
 
 def test_a_mask_of_another_shape() -> None:

@@ -97,4 +97,6 @@ def test_what_reports_come_to() -> None:
     assert told([served]) == ("grafted", "")
     assert told([left]) == ("left alone", "it is Tuesday")
     assert told([served, nameless]) == ("in part", BROKEN)
+    ended = GraphReport(served=True, ends="item() (a.py:3: x.item())")
+    assert told([ended, nameless]) == ("in part", f"{BROKEN}: item() (a.py:3: x.item())")
     assert told([GraphReport(served=True, fallbacks=1, last_fallback="a gap")])[0] == "left alone"

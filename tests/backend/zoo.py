@@ -103,7 +103,9 @@ def told(reports: Sequence[GraphReport]) -> tuple[str, str]:
             "left alone" if not any(r.served and not r.fallbacks for r in reports) else "in part"
         )
         said = [reason for reason in left if reason != NO_IDS]
-        return state, said[0] if said else BROKEN if len(reports) > 1 else NO_IDS
+        ends = [f"{BROKEN}: {report.ends}" for report in reports if report.ends]
+        broken = (ends or [BROKEN])[0]
+        return state, said[0] if said else broken if len(reports) > 1 else NO_IDS
     replayed = [layer.reason for report in reports for layer in report.layers if layer.replay]
     return ("replayed", replayed[0]) if replayed else ("grafted", "")
 
