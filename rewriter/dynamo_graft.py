@@ -138,4 +138,5 @@ def _assemble(
         rest=remainder(module, found),
         holds=holds,
         report=report,
+        has_replays=bool(form.replays),
     )

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from .backend_report import GraphReport
 from .dynamo_cut import Place
 from .errors import RewriteError
-from .packing import NotPackable, Packing, pack
+from .packing import NotPackable, Packing, pack, refuse_shifted
 from .sizes import Interval
 
 ROWS = ("input_ids", "position_ids")
@@ -31,6 +31,7 @@ class Grafted:
     places       where each of its values has batch and tokens in the original
     rest         (*inputs, *those values) -> the outputs
     holds        for how many tokens the grafted graph is right
+    has_replays  whether some of it runs over each text as it is, and so may count places from the text's first token on
     must_pack    a batch that cannot be packed is a RewriteError
     """
 
@@ -45,6 +46,7 @@ class Grafted:
     rest: fx.GraphModule
     holds: Interval
     report: GraphReport
+    has_replays: bool = False
     must_pack: bool = False
 
     def as_function(self) -> Callable[..., Any]:
@@ -63,6 +65,8 @@ class Grafted:
             None if at is None else args[at] for at in (self.attention_mask, self.position_ids)
         )
         try:
+            if self.has_replays and mask is not None:
+                refuse_shifted(mask)
             packing = pack(ids, mask, positions)
             groups = list(_groups(packing, self.holds.high))
         except NotPackable as problem:

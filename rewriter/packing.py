@@ -66,6 +66,15 @@ def pack(ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     return Packing((batch, tokens), None, positions, _ends(starts.flatten()))
 
 
+def refuse_shifted(attention_mask: Tensor) -> None:
+    """Raise NotPackable if a text of the batch does not begin at the first place of its row: [B, T]."""
+    real = attention_mask != 0
+    if bool((real.any(1) & ~real[:, 0]).any()):
+        raise NotPackable(
+            "padding on the left, which a region without an operator may count as places"
+        )
+
+
 def _ends(starts: Tensor) -> Tensor:
     end = torch.tensor([starts.shape[0]], device=starts.device)
     return torch.cat([starts.nonzero().squeeze(1), end]).to(torch.int32)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from regraft.rewriter import grafted
 from regraft.rewriter.backend_report import GraphReport
 from regraft.rewriter.errors import RewriteError
 from tests.backend.batches import batch, compiled, fresh_dynamo, slow_but, texts
-from tests.backend.toys import ToyLM, WithBreak, WithLoop, WithMean, WithSum
+from tests.backend.toys import ToyLM, WithBreak, WithLoop, WithMean, WithSum, WithTable
 from tests.families.models import FAMILIES, build
 from tests.tolerance import assert_close
 
@@ -91,6 +92,31 @@ def test_padding_in_the_middle_runs_the_batch_as_it_is() -> None:
         assert_close(logits, model(input_ids=IDS, attention_mask=mask).logits)
     assert (reports[0].served, reports[0].fallbacks) == (True, 1)
     assert "between the tokens of a row" in reports[0].last_fallback
+
+
+def test_padding_on_the_left_counts_where_a_replayed_region_counts_places() -> None:
+    """Such a region runs over each text from place 0 on, which is not what the model does with this padding."""
+    model, mask = WithTable(), torch.ones_like(IDS)
+    mask[0, 4:] = 0
+    with fresh_dynamo() as reports, torch.no_grad():
+        step = compiled(model)
+        for padding in (mask, mask.flip(1)):
+            logits = step(input_ids=IDS, attention_mask=padding).logits
+            expected = model(input_ids=IDS, attention_mask=padding).logits
+            assert_close(logits[padding.bool()], expected[padding.bool()])
+    assert [layer.served for layer in reports[0].layers if layer.replay] == ["replayed"]
+    assert (reports[0].calls, reports[0].fallbacks) == (2, 1)
+    assert "padding on the left" in reports[0].last_fallback
+
+
+def test_mutant_padding_on_the_left_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mask = WithTable(), torch.ones_like(IDS)
+    mask[0, :4] = 0
+    monkeypatch.setattr(grafted, "refuse_shifted", lambda mask: None)
+    with fresh_dynamo(), torch.no_grad():
+        logits = compiled(model)(input_ids=IDS, attention_mask=mask).logits
+        expected = model(input_ids=IDS, attention_mask=mask).logits
+    assert float((logits - expected)[mask.bool()].abs().max()) > 1e-2
 
 
 @pytest.mark.parametrize("name", slow_but(["qwen3", "qwen3_next"], ["qwen3"]))

@@ -83,15 +83,21 @@ def measure(name: str, *forms: str) -> list[Way]:
     with fresh_dynamo(), torch.no_grad():
         step = compiled(model)
         for form in forms:
-            call, before = batch(form, texts(name)), len(backend_reports())
+            call, before, fallen = batch(form, texts(name)), len(backend_reports()), fallbacks()
             logits = call.split(step(**call.inputs, use_cache=False).logits)
             own = call.split(model(**call.inputs, use_cache=False).logits)
             new = backend_reports()[before:]
             said = told(new) if new else said
+            here = ("left alone", fallbacks()[-1]) if fallbacks() != fallen else said
             expected = alone(model, call.texts)
             errors = worst(logits, expected), worst(own, expected), worst(logits, own)
-            ways.append(Way(name, form, *errors, *said))
+            ways.append(Way(name, form, *errors, *here))
     return ways
+
+
+def fallbacks() -> list[str]:
+    """The reasons of all calls so far that ran on the batch as it is, as far as reports keep them."""
+    return [r.last_fallback for r in backend_reports() for _ in range(r.fallbacks)]
 
 
 def told(reports: Sequence[GraphReport]) -> tuple[str, str]:
