@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from regraft.rewriter.capture import capture
 from regraft.rewriter.graph import TOKENS, CapturedGraph
-from regraft.rewriter.normal_form import ALIASES, normalize
+from regraft.rewriter.normal_form import normalize
 from tests.tolerance import assert_close
 
-aten = torch.ops.aten
 WIDTH = 4
 
 
@@ -109,19 +108,6 @@ def test_every_reshaping_has_one_spelling() -> None:
         "transpose",
         "unsqueeze",
     ]
-
-
-def test_operations_of_two_names_have_one_spelling() -> None:
-    found = operations(lambda x: torch.true_divide(torch.subtract(x, 2).multiply(x).clip(0), 3))
-    assert found == ["sub", "mul", "clamp", "div"]
-
-
-@pytest.mark.parametrize("name", ALIASES)
-def test_both_names_have_the_same_overloads(name: str) -> None:
-    other, kept = getattr(aten, name), getattr(aten, ALIASES[name])
-    for overload in other.overloads():
-        one, two = (getattr(packet, overload)._schema.arguments for packet in (other, kept))
-        assert [(a.name, str(a.type)) for a in one] == [(a.name, str(a.type)) for a in two]
 
 
 def test_a_reshaping_does_not_depend_on_strides() -> None:
