@@ -61,13 +61,14 @@ def wrap(
             fix="load its weights, or use regraft.inspect(model) for a report alone",
         )
     start = time.perf_counter()
+    device = next(model.parameters()).device
+    is_compiled = config.compiles_on(device)
     admit(model)
     _settle(model)
     state = _rewrite(model, config.fallback)
     report = _report(model, state, time.perf_counter() - start)
     merged: tuple[Merged, ...] = ()
-    device = next(model.parameters()).device
-    if device.type == "cuda" and config.compiles_on(device):
+    if device.type == "cuda" and is_compiled:
         merged = merge_linears.merge(state.captured)
         report.notes.append(
             f"{len(merged)} merged projections: parameters of the model are views into shared storage"

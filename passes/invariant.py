@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from regraft.kernels.invariant import steady_attention, steady_product
+from regraft.kernels.invariant import steady_attention, steady_experts, steady_product
 from regraft.passes.invariant_exact import doubt
 from regraft.passes.invariant_rules import Form, form_of
 from regraft.rewriter.errors import RewriteError
@@ -36,18 +36,20 @@ def make_invariant(captured: CapturedGraph, allowed: Collection[str] = ()) -> in
     `allowed` names operations ("aten.pow.Tensor_Scalar", "replay") and module paths that may stay as they are. Raises
     RewriteError on any other that is not known to be invariant, and where a product is not.
     """
-    _refuse_devices(captured)
+    device = _device(captured)
     graph, module = captured.graph, captured.module
-    count = replace(graph, fixed_nodes(graph), allowed)
+    count = replace(graph, fixed_nodes(graph), allowed, device)
     module.recompile()
-    prove(graph, fixed_nodes(graph), allowed)
-    measure(graph, lambda node: getattr(module, str(node.target)))
+    prove(graph, fixed_nodes(graph), allowed, device)
+    measure(graph, lambda node: getattr(module, str(node.target)), device)
     return count
 
 
-def replace(graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = ()) -> int:
-    """Put the invariant form in the place of every operation that has one; how many."""
-    count = sum(_replace(node, fixed, allowed) for node in list(graph.nodes))
+def replace(
+    graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = (), device: str = "cpu"
+) -> int:
+    """Put the invariant form in the place of every operation that has one on `device`; how many."""
+    count = sum(_replace(node, fixed, allowed, device) for node in list(graph.nodes))
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
     graph.lint()
     return count
@@ -69,10 +71,10 @@ def _has_tokens(node: fx.Node) -> bool:
     return any(map(has_tokens, node.meta.get("shape") or ()))
 
 
-def _replace(node: fx.Node, fixed: set[fx.Node], allowed: Collection[str]) -> int:
+def _replace(node: fx.Node, fixed: set[fx.Node], allowed: Collection[str], device: str) -> int:
     if not _is_call(node) or node in fixed or is_allowed(node, allowed):
         return 0
-    form = form_of(node, fixed)
+    form = form_of(node, fixed, device)
     if isinstance(form, Declined):
         raise _error(node, form.reason)
     if form is None:
@@ -99,12 +101,14 @@ def _insert(node: fx.Node, form: Form) -> fx.Node:
     return new
 
 
-def prove(graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = ()) -> None:
+def prove(
+    graph: fx.Graph, fixed: set[fx.Node], allowed: Collection[str] = (), device: str = "cpu"
+) -> None:
     """Raises RewriteError at the first operation that is not known to be invariant and not allowed by name."""
     for node in graph.nodes:
         if node in fixed or node.op in ("placeholder", "get_attr", "output"):
             continue
-        reason = "a replayed region" if _name(node) == "replay" else doubt(node)
+        reason = "a replayed region" if _name(node) == "replay" else doubt(node, device)
         if reason and not is_allowed(node, allowed):
             raise _error(node, reason)
 
@@ -131,18 +135,33 @@ def _error(node: fx.Node, reason: str) -> RewriteError:
     )
 
 
-def _refuse_devices(captured: CapturedGraph) -> None:
-    for name, tensor in captured.weights.items():
-        if tensor.device.type != "cpu":
+DEVICES = ("cpu", "cuda")
+"""Types of devices that the operators run on."""
+
+
+def _device(captured: CapturedGraph) -> str:
+    """The type of device that a model is on. Raises RewriteError for one without operators, and for two."""
+    found = {tensor.device.type: name for name, tensor in captured.weights.items()}
+    for device, name in found.items():
+        if device not in DEVICES:
             raise RewriteError(
-                f"batch_invariant=True on {tensor.device}: only the CPU has invariant operators",
+                f"batch_invariant=True on {device}: only the CPU and CUDA have invariant operators",
                 path=captured.weight_names.get(name, name),
-                fix='move the model to the CPU (model.to("cpu")), or leave batch_invariant out',
+                fix='move the model to one of them (model.to("cpu")), or leave batch_invariant out',
             )
+    if len(found) > 1:
+        raise RewriteError(
+            f"batch_invariant=True for a model on {' and '.join(sorted(found))}",
+            path=captured.weight_names.get(found["cpu"], found["cpu"]),
+            fix="move all of the model to one device, or leave batch_invariant out",
+        )
+    return next(iter(found), "cpu")
 
 
-def measure(graph: fx.Graph, weight_of: WeightOf) -> None:
-    """Raises RewriteError if a row's bits depend on its place in a tile, for the shape of any product in the graph."""
+def measure(graph: fx.Graph, weight_of: WeightOf, device: str = "cpu") -> None:
+    """Raises RewriteError if a row's bits depend on its place in a tile, or on the tile, for the shape of any product in
+    the graph.
+    """
     known: set[object] = set()
     for node in graph.nodes:
         if not _is_call(node) or node.target.namespace != "regraft":
@@ -152,8 +171,14 @@ def measure(graph: fx.Graph, weight_of: WeightOf) -> None:
             if key not in known and not steady_product(matrix):
                 raise _unsteady(node, f"[{', '.join(map(str, matrix.shape))}] {matrix.dtype}")
             known.add(key)
+        if node.target._opname == "invariant_expert_linear":
+            matrices = _value(node.args[1], weight_of)
+            key = ("experts", matrices.shape, matrices.stride(), matrices.dtype, node.args[3])
+            if key not in known and not steady_experts(matrices, node.args[3]):
+                raise _unsteady(node, f"of experts, {matrices.dtype}")
+            known.add(key)
         sizes = _attended(node)
-        if sizes is not None and sizes not in known and not steady_attention(*sizes):
+        if sizes is not None and sizes not in known and not steady_attention(*sizes, device):
             raise _unsteady(node, f"with {sizes[2]} heads of width {sizes[0]}")
         known.add(sizes)
 
@@ -170,9 +195,6 @@ def _matrices(node: fx.Node, weight_of: WeightOf) -> list[torch.Tensor]:
     if name == "invariant_matmul" and args[2] != "none":
         weight = _value(args[1], weight_of).mT if args[2] == "right" else _value(args[0], weight_of)
         return [weight.reshape(-1, *weight.shape[-2:])[0]]
-    if name == "invariant_expert_linear":
-        matrix = _value(args[1], weight_of)[0]
-        return [matrix.t() if args[3] else matrix]
     if name == "invariant_latent_attention":
         to_key, to_value = (_value(args[at], weight_of) for at in (2, 3))
         return [to_key.mT.reshape(-1, *to_key.mT.shape[-2:])[0], to_value[0]]

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from regraft.kernels.invariant import schema, trained
+from regraft.passes.invariant_rules import ELEMENTWISE
 from regraft.rewriter.graph import is_aten
 
 POINTWISE = frozenset(
@@ -54,8 +55,8 @@ POWERS = (1, 2, 3)
 """Exponents that torch makes products of."""
 
 
-def doubt(node: fx.Node) -> str:
-    """Why a call is not known to be invariant; empty if it is."""
+def doubt(node: fx.Node, device: str = "cpu") -> str:
+    """Why a call is not known to be invariant on a device of this type; empty if it is."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return "" if getattr(target, "__module__", "") == "_operator" else "no operator of torch's"
@@ -67,6 +68,10 @@ def doubt(node: fx.Node) -> str:
         return ""
     if is_aten(node, "add", "sub", "rsub") and node.kwargs.get("alpha", 1) != 1:
         return "a factor may be fused with the sum"
+    if device == "cuda" and target._opname in ELEMENTWISE:
+        return ""
+    if device == "cuda" and is_aten(node, "cumsum"):
+        return "a running sum whose parts depend on its shape"
     if is_aten(node, "rsqrt") and node.meta["dtype"] in (torch.float16, torch.bfloat16):
         return "rounded in two ways in half precision"
     if is_aten(node, "pow") and target._overloadname == "Tensor_Scalar":

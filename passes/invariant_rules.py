@@ -42,10 +42,16 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def form_of(node: fx.Node, fixed: set[fx.Node]) -> Form | Declined | None:
-    """What replaces a node."""
+ELEMENTWISE = frozenset(["sigmoid", "silu", "mish", "exp2", "gelu", "softplus", "elu", "rsqrt", "pow"])
+"""Of RULES, those that compute element by element: on a GPU every element goes through the same instructions."""
+
+
+def form_of(node: fx.Node, fixed: set[fx.Node], device: str = "cpu") -> Form | Declined | None:
+    """What replaces a node on a device of this type."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
+    if device == "cuda" and target.namespace == "aten" and target._opname in ELEMENTWISE:
+        return None
     if target.namespace == "regraft" and target._opname in schema.GRAFTED:
         operator = getattr(operators, f"invariant_{target._opname}").default
         return Form(operator, tuple(_given(node).values()))

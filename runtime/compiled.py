@@ -44,7 +44,8 @@ class CompiledProgram:
     """The rewritten graph of `model` under a compiler, by default Inductor.
 
     `pools` are the tensors that steps will be given, by name. `notes` gets a line on what is not compiled.
-    `num_compiled` counts compilations: one per distinct body, and never more for whatever sizes follow.
+    `num_compiled` counts compilations: one per distinct body, and never more for whatever sizes follow. With `steady` a
+    body that would run in another way from some step on is a RuntimeError: its results would be other bits.
     """
 
     def __init__(
@@ -53,14 +54,17 @@ class CompiledProgram:
         pools: Mapping[str, torch.Tensor],
         notes: list[str],
         compiler: Compiler | None = None,
+        steady: bool = False,
     ) -> None:
         self.num_compiled = 0
+        self._is_final = False
         self._compiler = compiler or torch._inductor.compile
         self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)
         self._notes = notes
         self._warm_up(model, pools)
+        self._is_final = steady
 
     @property
     def is_recordable(self) -> bool:
@@ -107,10 +111,15 @@ class CompiledProgram:
 
     def _leave_out(self, body: nn.Module) -> None:
         """Another size would have to be compiled for: from now on the body runs operator by operator."""
-        self._eager.add(body)
         paths = [
             step.path or "outside the layers" for step in self.program.steps if step.body is body
         ]
+        if self._is_final:
+            raise RuntimeError(
+                f"batch_invariant=True: {', '.join(paths)} was not compiled for the sizes of this step, and would have "
+                "other bits from now on: compile=False runs every step operator by operator"
+            )
+        self._eager.add(body)
         self._notes.append(f"not compiled, since the code fixes a size: {', '.join(paths)}")
 
     def _varying(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> list[list[set[int]]]:

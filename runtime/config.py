@@ -60,7 +60,7 @@ class EngineConfig:
     batch_invariant: bool = False
     """A request's logits are the same bits whatever else is in the batch and however its text was
     cut: prefill, chunks and decode steps agree, and `score` gives what generation saw (default
-    False). Slower; on the CPU only. An operation that is not known to be invariant is a
+    False). Slower; on the CPU and on CUDA. An operation that is not known to be invariant is a
     RewriteError. Holds within one process, for one number of threads."""
 
     allow_variant: tuple[str, ...] = ()
@@ -109,7 +109,12 @@ class EngineConfig:
             raise ValueError(f"seed={self.seed!r} is not a whole number of 0 or more")
 
     def compiles_on(self, device: torch.device) -> bool:
-        """Whether the graph of a model on `device` is compiled."""
+        """Whether the graph of a model on `device` is compiled; ValueError if it must not be."""
+        if self.batch_invariant and device.type == "cpu" and (self.compile or self.cuda_graphs):
+            raise ValueError(
+                "batch_invariant=True with a compiled graph on the CPU: compilers fuse operations, which changes how "
+                "they round by where in a row they are; leave compile and cuda_graphs out"
+            )
         return bool(self.cuda_graphs) or (
             device.type == "cuda" if self.compile is None else self.compile
         )
@@ -126,11 +131,6 @@ class EngineConfig:
             raise ValueError(f"allow_variant={names!r} is no tuple of names")
         if names and not self.batch_invariant:
             raise ValueError(f"allow_variant={names!r} says nothing without batch_invariant=True")
-        if self.batch_invariant and (self.compile or self.cuda_graphs):
-            raise ValueError(
-                "batch_invariant=True with a compiled graph: compilers fuse operations, which "
-                "changes how they round; leave compile and cuda_graphs out"
-            )
 
     def _check_memory(self) -> None:
         tokens, fraction = self.cache_tokens, self.memory_fraction

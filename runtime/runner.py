@@ -81,7 +81,9 @@ class Runner:
         self._needs_graphs = config is not None and config.cuda_graphs is True
         if config is not None and config.compiles_on(model.device):
             graph_model = cast(GraphModel, model)
-            self._compiled = CompiledProgram(graph_model, self.pools, self._notes)
+            self._compiled = CompiledProgram(
+                graph_model, self.pools, self._notes, steady=config.batch_invariant
+            )
             if config.records_on(model.device):
                 self._graphs = self._make_graphs(capacity, config)
 

@@ -83,9 +83,21 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Ten
 def choose_each(
     logits: torch.Tensor, requests: Sequence[Request]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `choose`, row by row: with several threads torch divides a sum by the number of rows beside it."""
-    chosen = [choose(logits[i : i + 1], [request]) for i, request in enumerate(requests)]
-    tokens, logprobs = (torch.cat(parts) for parts in zip(*chosen))
+    """As `choose`, row by row: torch divides a sum by the number of rows beside it, and by where in memory a row lies.
+
+    On a GPU the rows that only want the best token are chosen together: nothing is summed.
+    """
+    if logits.is_cuda and all(map(_is_plain, requests)):
+        return choose(logits, requests)
+    tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(requests), dtype=torch.float32, device=logits.device)
+    together = [i for i, request in enumerate(requests) if logits.is_cuda and _is_plain(request)]
+    if together:
+        group = [requests[i] for i in together]
+        tokens[together], logprobs[together] = choose(logits[together], group)
+    for i in sorted(set(range(len(requests))) - set(together)):
+        row = logits[i : i + 1].clone()  # at the start of an allocation, wherever it was
+        tokens[i : i + 1], logprobs[i : i + 1] = choose(row, [requests[i]])
     return tokens, logprobs
 
 

@@ -35,13 +35,14 @@ def causal_conv_triton(
     cu_seqlens: Tensor,
     context_lens: Tensor,
     state_slots: Tensor,
+    fusion: bool = True,
 ) -> Tensor:
-    """See `causal_conv`."""
+    """See `causal_conv`. With `fusion` a tap's product and sum may be rounded once."""
     out = x.new_empty(x.shape)
     sequences = (cu_seqlens, context_lens, state_slots)
     _launch(
-        x, weight, bias, out, conv_state, sequences, weight.shape[1], dilation, activation == "silu"
-    )
+        x, weight, bias, out, conv_state, sequences, weight.shape[1], dilation, activation == "silu", fusion
+    )  # fmt: skip
     return out
 
 
@@ -71,6 +72,7 @@ def _launch(
     width: int,
     dilation: int,
     silu: bool,
+    fusion: bool = True,
 ) -> None:
     tokens, channels = x.shape
     seqs = len(sequences[1])
@@ -85,7 +87,7 @@ def _launch(
         "BC": min(256 if decode_only else 128, triton.next_power_of_2(channels)),
         "BW": triton.next_power_of_2(max(1, kept)),
         "num_stages": 1,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": fusion,
     }
     rows = 1 if decode_only else 16
     parts = 1 if decode_only else min(_MAX_PARTS, triton.cdiv(tokens, rows))

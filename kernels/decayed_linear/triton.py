@@ -30,15 +30,18 @@ def decayed_linear_triton(
     cu_seqlens: Tensor,
     context_lens: Tensor,
     state_slots: Tensor,
+    by_chunks: bool | None = None,
     **options: Any,
 ) -> Tensor:
-    """See `decayed_linear`. `options` replace the tile BV and the number of warps."""
+    """See `decayed_linear`. `by_chunks` says how several tokens of a sequence are taken, by default a matter of shapes;
+    `options` replace the tile BV and what the kernel of single tokens is compiled with.
+    """
     tokens, heads, width = v.shape
     out = q.new_empty(tokens, heads, width)
     if not len(context_lens):
         return out.zero_()
     block_k, block_v, warps = state_tiles(q.shape[2], width)
-    tiles = {"BV": block_v, "num_warps": warps} | options
+    tiles = {"BV": block_v, "num_warps": warps, "enable_fp_fusion": True} | options
     grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, decay, state)
     common: dict[str, Any] = {
@@ -50,16 +53,16 @@ def decayed_linear_triton(
         "state_slots_ptr": state_slots,
         "K": q.shape[2],
         "V": width,
-        "enable_fp_fusion": True,
     }
-    by_chunks = pays_by_chunks(tokens, len(context_lens))
+    if by_chunks is None:
+        by_chunks = pays_by_chunks(tokens, len(context_lens))
     linear_kernel[grid](
         num_tokens=tokens, ONE_TOKEN=by_chunks, BK=block_k, num_stages=1, **common, **tiles
     )
     if by_chunks:
         linear_chunk_kernel[(triton.cdiv(width, CHUNKS["BV"]), heads, len(context_lens))](
-            PRECISION=dot_precision(q.dtype), BK=max(16, block_k), **CHUNKS, **common
-        )
+            PRECISION=dot_precision(q.dtype), BK=max(16, block_k), enable_fp_fusion=True, **CHUNKS, **common
+        )  # fmt: skip
     return out
 
 

@@ -6,14 +6,22 @@ Nothing here reads a tensor's values, so a captured CUDA graph stays right whate
 # mypy: disable-error-code="no-untyped-def, misc"
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-def expert_linear_triton(x: Tensor, weight: Tensor, expert_ids: Tensor, transposed: bool) -> Tensor:
-    """See schema.expert_linear."""
+def expert_linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    expert_ids: Tensor,
+    transposed: bool,
+    tiles: Mapping[str, int] | None = None,
+) -> Tensor:
+    """See schema.expert_linear. `tiles` replace those chosen by the number of rows."""
     rows, width = x.shape
     experts = weight.shape[0]
     in_stride, out_stride = weight.stride()[1:] if transposed else weight.stride()[:0:-1]
@@ -22,7 +30,7 @@ def expert_linear_triton(x: Tensor, weight: Tensor, expert_ids: Tensor, transpos
         return out
     ids, order = expert_ids.sort(stable=True)
     starts = torch.searchsorted(ids, torch.arange(experts, device=ids.device))
-    tiles = _tiles(rows, experts, x.element_size())
+    tiles = tiles or _tiles(rows, experts, x.element_size())
     grid = (rows // tiles["M"] + experts, triton.cdiv(out.shape[1], tiles["N"]))
     expert_kernel[grid](
         x, *x.stride(), weight, weight.stride(0), in_stride, out_stride, out, order, starts, rows,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regraft.kernels.paged_attention.cpu import Scoring
 
-from .products import _rows_product
+from .products import matmul
 from .reductions import tree_sum, wide
 from .tiles import KEYS, QUERIES, QueryTiles, query_tiles, scores_of, values_of
 
@@ -151,11 +151,11 @@ def latent_attention(
     """As `regraft.kernels.latent_attention.latent_attention`, always with the weights absorbed."""
     rank, shared = w_k.shape[2], rows.shape[1] - w_k.shape[2]
     latent = q[..., latent_start : latent_start + w_k.shape[1]].transpose(0, 1)
-    absorbed = _rows_product(latent, w_k.mT).transpose(0, 1)
+    absorbed = matmul(latent, w_k, "right").transpose(0, 1)
     query = torch.cat([absorbed, q[..., shared_start : shared_start + shared]], -1)
     key, pages = rows.unsqueeze(1), cache.unsqueeze(2)
     attended = paged_attention(
         query, key, key[..., :rank], pages, pages[..., :rank], cu_seqlens, context_lens, block_table, slot_mapping,
         scale, window, chunk, softcap, sinks,
     )  # fmt: skip
-    return _rows_product(attended.transpose(0, 1), w_v).transpose(0, 1).contiguous()
+    return matmul(attended.transpose(0, 1), w_v.mT, "right").transpose(0, 1).contiguous()

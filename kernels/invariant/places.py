@@ -1,10 +1,12 @@
 """Measures what the products rest on: that a row of a tile has one result at every place, beside any neighbours.
 
-Torch and BLAS promise no such thing, so it is measured for every shape that a model uses, on the machine and with the
+Torch, BLAS and tensor cores promise no such thing, so it is measured for every shape that a model uses, on the machine and with the
 number of threads that it runs on, before a claim is made.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,9 @@ from .tiles import KEYS, QUERIES, scores_of, values_of
 
 
 def steady_product(weight: Tensor) -> bool:
-    """Whether `tile_product` with this weight [N, K] gives a row the same bits at every place of a tile."""
+    """Whether a product with this weight [N, K] gives a row the same bits at every place of a tile, and in every tile."""
+    if weight.is_cuda:
+        return triton_places().steady_product(weight)
     generator = torch.Generator().manual_seed(weight.shape[0] * 8191 + weight.shape[1])
     rows = torch.randn(TILE + 1, weight.shape[1], generator=generator).to(weight.dtype)
     row, others = rows[0], rows[1:]
@@ -30,10 +34,31 @@ def steady_product(weight: Tensor) -> bool:
     return True
 
 
+def steady_experts(weight: Tensor, transposed: bool) -> bool:
+    """The same for matrices of experts, as `expert_linear` takes them."""
+    if weight.is_cuda:
+        return triton_places().steady_experts(weight, transposed)
+    return steady_product(weight[0].t() if transposed else weight[0])
+
+
+def triton_places() -> ModuleType:
+    """What is measured on a GPU. Triton is not on every machine, and need not be where there is none."""
+    from . import triton_places
+
+    return triton_places
+
+
 def steady_attention(
-    width: int, v_width: int, heads: int, kv_heads: int, dtype: torch.dtype
+    width: int,
+    v_width: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> bool:
     """Whether both products of attention give a query the same bits at every place, in batches of any size."""
+    if torch.device(device).type == "cuda":
+        return triton_places().steady_attention(width, v_width, heads, kv_heads, dtype, device)
     generator = torch.Generator().manual_seed(width * 8191 + heads)
     columns, dtype = QUERIES * (heads // kv_heads), wide(dtype)
     keys, values = (

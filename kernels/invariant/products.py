@@ -7,6 +7,8 @@ of the forms that were measured it is the one in which a row's bits depended on 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,9 @@ from .reductions import tree_sum, wide
 
 TILE = 16
 """Rows a product. Fewer waste less on a small batch, more read weights less often on a large one."""
+
+Products = Callable[[Tensor, Tensor], Tensor]
+"""[B, M, K], [B, N, K] -> [B, M, N]."""
 
 _PAIRED = 1 << 22
 """About the number of elements of an intermediate of `paired_product`."""
@@ -51,14 +56,14 @@ def matmul(a: Tensor, b: Tensor, fixed: str) -> Tensor:
     Rows are those of the other operand. With "none", both have rows in their leading dimensions.
     """
     if fixed == "right":
-        return _rows_product(a, b.mT)
+        return rows_product(a, b.mT, _one_by_one)
     if fixed == "left":
-        return _rows_product(b.mT, a).mT.contiguous()
+        return rows_product(b.mT, a, _one_by_one).mT.contiguous()
     return paired_product(a, b)
 
 
-def _rows_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """rows [..., M, K], weight [..., N, K] -> [..., M, N], one tiled product for each matrix of `weight`."""
+def rows_product(rows: Tensor, weight: Tensor, product: Products) -> Tensor:
+    """rows [..., M, K], weight [..., N, K] -> [..., M, N], one product for each matrix of `weight`."""
     batch = torch.broadcast_shapes(rows.shape[:-2], weight.shape[:-2])
     rows = rows.expand(*batch, *rows.shape[-2:])
     weight = weight[(None,) * (len(batch) + 2 - weight.dim())]
@@ -66,9 +71,13 @@ def _rows_product(rows: Tensor, weight: Tensor) -> Tensor:
     matrices = weight.reshape(-1, *weight.shape[-2:])
     front = rows.movedim(each, list(range(len(each))))
     parts = front.reshape(len(matrices), -1, rows.shape[-1])
-    out = torch.stack([tiled_product(part, matrix) for part, matrix in zip(parts, matrices)])
+    out = product(parts, matrices)
     out = out.view(*front.shape[:-1], weight.shape[-2])
     return out.movedim(list(range(len(each))), each).contiguous()
+
+
+def _one_by_one(parts: Tensor, matrices: Tensor) -> Tensor:
+    return torch.stack([tiled_product(part, matrix) for part, matrix in zip(parts, matrices)])
 
 
 def paired_product(a: Tensor, b: Tensor) -> Tensor:

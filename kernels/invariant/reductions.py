@@ -78,3 +78,13 @@ def ordered(x: Tensor, count: int, dim: int, descending: bool) -> tuple[Tensor, 
         values.narrow(dim, 0, count).contiguous(),
         indices.narrow(dim, 0, count).contiguous(),
     )
+
+
+def topk(x: Tensor, k: int, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The first `k` of `dim` in order."""
+    return ordered(x, k, dim, largest)
+
+
+def sort(x: Tensor, dim: int, descending: bool) -> tuple[Tensor, Tensor]:
+    """All of `dim` in order."""
+    return ordered(x, x.shape[dim], dim, descending)

@@ -6,7 +6,8 @@
     invariant_topk(x, k, dim, largest)              invariant_sort(x, dim, descending)
     invariant_pointwise(x, function, options)                                          see `pointwise`
 
-There is no CUDA implementation: called there, torch says so by name.
+On the CPU they run as torch's own operations (`products`, `reductions`, `attention`, `tokens`), on CUDA as Triton
+kernels (`cuda`). Elsewhere there is no implementation: called there, torch says so by name.
 """
 
 from __future__ import annotations
@@ -47,21 +48,26 @@ def _register(signature: str, run: Callable[..., Any], fake: Callable[..., Any])
     name = f"regraft::{signature.partition('(')[0]}"
     torch.library.define(name, signature.partition("(")[1] + signature.partition("(")[2])
     torch.library.impl(name, "CPU")(run)
+    torch.library.impl(name, "CUDA")(_on_cuda(run.__name__))
     torch.library.register_fake(name)(fake)
+
+
+def _on_cuda(name: str) -> Callable[..., Any]:
+    """The function of that name in `cuda`."""
+
+    def run(*args: Any) -> Any:
+        # Triton is not on every machine, and need not be where there is no GPU.
+        from . import cuda
+
+        return getattr(cuda, name)(*args)
+
+    return run
 
 
 for _name, _run in GRAFTED.items():
     _operator = getattr(torch.ops.regraft, _name).default
     _signature = str(_operator._schema).partition("regraft::")[2]
     _register(f"invariant_{_signature}", _run, _operator)
-
-
-def _topk(x: Tensor, k: int, dim: int, largest: bool) -> tuple[Tensor, Tensor]:
-    return reductions.ordered(x, k, dim, largest)
-
-
-def _sort(x: Tensor, dim: int, descending: bool) -> tuple[Tensor, Tensor]:
-    return reductions.ordered(x, x.shape[dim], dim, descending)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,10 +123,12 @@ _register(
     _like_fake,
 )
 _register(
-    "invariant_topk(Tensor x, int k, int dim, bool largest) -> (Tensor, Tensor)", _topk, _topk_fake
+    "invariant_topk(Tensor x, int k, int dim, bool largest) -> (Tensor, Tensor)",
+    reductions.topk,
+    _topk_fake,
 )
 _register(
-    "invariant_sort(Tensor x, int dim, bool descending) -> (Tensor, Tensor)", _sort, _sort_fake
+    "invariant_sort(Tensor x, int dim, bool descending) -> (Tensor, Tensor)", reductions.sort, _sort_fake
 )
 _register(
     "invariant_pointwise(Tensor x, str function, float[] options) -> Tensor",

@@ -35,7 +35,7 @@ def delta_rule_triton(
     and `kda`.
 
     `by_chunks` says how several tokens of a sequence are taken, by default a matter of shapes; `options` replace the
-    tile BV and the number of warps.
+    tile BV and what the kernel is compiled with.
     """
     tokens, heads, width = v.shape
     out = q.new_empty(tokens, heads, width)
@@ -43,7 +43,7 @@ def delta_rule_triton(
         return out.zero_()
     keys = q.shape[2]
     block_k, block_v, warps = state_tiles(keys, width)
-    tiles = {"BV": block_v, "num_warps": warps} | options
+    tiles = {"BV": block_v, "num_warps": warps, "enable_fp_fusion": True} | options
     grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, g, beta, state)
     if by_chunks is None:
@@ -51,7 +51,7 @@ def delta_rule_triton(
     delta_kernel[grid](
         operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens, scale,
         ONE_TOKEN=by_chunks, BY_CHANNEL=g.dim() == 3, L2NORM=qk_l2norm, SHARE=heads // q.shape[1],
-        K=keys, V=width, BK=block_k, num_stages=1, enable_fp_fusion=True, **tiles,
+        K=keys, V=width, BK=block_k, num_stages=1, **tiles,
     )  # fmt: skip
     if by_chunks:
         sequences = (cu_seqlens, context_lens, state_slots)

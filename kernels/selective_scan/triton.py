@@ -37,7 +37,7 @@ def selective_scan_triton(
     state_slots: Tensor,
     **options: Any,
 ) -> Tensor:
-    """See `selective_scan`. `options` replace the tile BC, TOKENS loaded at once, and the number of warps."""
+    """See `selective_scan`. `options` replace the tile BC, TOKENS loaded at once, and what the kernel is compiled with."""
     tokens, channels = x.shape
     skipped = x.dtype if D is None else torch.promote_types(x.dtype, D.dtype)
     dtype = skipped if z is None else torch.promote_types(skipped, z.dtype)
@@ -47,9 +47,10 @@ def selective_scan_triton(
     size = A.shape[1]
     block_s, block_c, _ = state_tiles(size, channels)
     if pays_by_chunks(tokens, len(context_lens)):  # few programs that take long: narrow ones
-        tiles = {"TOKENS": 8, "BC": min(block_c, 32), "num_warps": 1} | options
+        tiles = {"TOKENS": 8, "BC": min(block_c, 32), "num_warps": 1}
     else:
-        tiles = {"TOKENS": 1, "BC": min(block_c, 128), "num_warps": 2} | options
+        tiles = {"TOKENS": 1, "BC": min(block_c, 128), "num_warps": 2}
+    tiles = {"enable_fp_fusion": True} | tiles | options
     grid = (triton.cdiv(channels, tiles["BC"]), 1, len(context_lens))
     operands, extras = (x, dt, A, B, C, state), (D, z, dt_bias)
     strides = tuple(t.stride() for t in operands)
@@ -57,8 +58,7 @@ def selective_scan_triton(
     selective_kernel[grid](
         operands, strides, extras, extra_strides,
         out, cu_seqlens, context_lens, state_slots, tokens, SOFTPLUS=dt_softplus,
-        SKIPPED=_TYPES[skipped], CHANNELS=channels, S=size, BS=block_s, num_stages=1,
-        enable_fp_fusion=True, **tiles,
+        SKIPPED=_TYPES[skipped], CHANNELS=channels, S=size, BS=block_s, num_stages=1, **tiles,
     )  # fmt: skip
     return out
 

@@ -40,16 +40,19 @@ def ssd_triton(
     cu_seqlens: Tensor,
     context_lens: Tensor,
     state_slots: Tensor,
+    by_chunks: bool | None = None,
     **options: Any,
 ) -> Tensor:
-    """See `ssd`. `options` replace the tile BP and the number of warps."""
+    """See `ssd`. `by_chunks` says how several tokens of a sequence are taken, by default a matter of shapes; `options`
+    replace the tile BP and what the kernel of single tokens is compiled with.
+    """
     tokens, heads, width = x.shape
     out = torch.empty(tokens, heads, width, dtype=torch.float32, device=x.device)
     if not len(context_lens):
         return out.zero_()
     size = B.shape[2]
     block_s, block_p, warps = state_tiles(size, width)
-    tiles = {"BP": block_p, "num_warps": warps} | options
+    tiles = {"BP": block_p, "num_warps": warps, "enable_fp_fusion": True} | options
     if D is not None:
         D = D if D.dim() == 2 else D[:, None].expand(heads, width)
     grid = (triton.cdiv(width, tiles["BP"]), heads, len(context_lens))
@@ -71,16 +74,16 @@ def ssd_triton(
         "SHARE": heads // B.shape[1],
         "P": width,
         "S": size,
-        "enable_fp_fusion": True,
     }
-    by_chunks = pays_by_chunks(tokens, len(context_lens))
+    if by_chunks is None:
+        by_chunks = pays_by_chunks(tokens, len(context_lens))
     ssd_kernel[grid](
         num_tokens=tokens, ONE_TOKEN=by_chunks, BS=block_s, num_stages=1, **common, **tiles
     )
     if by_chunks:
         ssd_chunk_kernel[(triton.cdiv(width, CHUNKS["BP"]), heads, len(context_lens))](
-            PRECISION=dot_precision(x.dtype), BS=max(16, block_s), **CHUNKS, **common
-        )
+            PRECISION=dot_precision(x.dtype), BS=max(16, block_s), enable_fp_fusion=True, **CHUNKS, **common
+        )  # fmt: skip
     return out
 
 

@@ -20,8 +20,6 @@ from regraft.runtime.sampling_params import SamplingParams
         ({"allow_variant": ("replay",)}, "says nothing without batch_invariant=True"),
         ({"batch_invariant": True, "allow_variant": "replay"}, "is no tuple of names"),
         ({"batch_invariant": True, "allow_variant": (1,)}, "is no tuple of names"),
-        ({"batch_invariant": True, "compile": True}, "compilers fuse operations"),
-        ({"batch_invariant": True, "cuda_graphs": True}, "compilers fuse operations"),
     ],
 )
 def test_wrong_settings(fields: dict[str, Any], says: str) -> None:
@@ -32,6 +30,15 @@ def test_wrong_settings(fields: dict[str, Any], says: str) -> None:
 def test_right_settings() -> None:
     config = EngineConfig(batch_invariant=True, compile=False, allow_variant=("replay", "model.a"))
     assert config.batch_invariant and not config.compiles_on(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("field", ["compile", "cuda_graphs"])
+def test_compiled_on_cuda_alone(field: str) -> None:
+    """The CPU's vectors and the rest of a row are compiled to different code, a GPU's threads are not."""
+    config = EngineConfig(batch_invariant=True, **{field: True})
+    assert config.compiles_on(torch.device("cuda"))
+    with pytest.raises(ValueError, match="compilers fuse operations"):
+        config.compiles_on(torch.device("cpu"))
 
 
 def test_rows_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
