@@ -29,7 +29,12 @@ from device_check import _contexts, _generate, _step_seconds
 import regraft
 from regraft.rewriter.check import SIZES, Haystack, bits
 
-ATTENTION = {"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}  # fmt: skip
+ATTENTION = {
+    "hidden_size": 2048,
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 WIDE: dict[str, dict[str, Any]] = {
     "llama": ATTENTION | {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     "gemma2": ATTENTION | {"head_dim": 256, "num_attention_heads": 8, "sliding_window": 48},
@@ -40,9 +45,9 @@ WIDE: dict[str, dict[str, Any]] = {
         "n_routed_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768,
     },
     "qwen3_next": ATTENTION | {
-        "head_dim": 256, "num_key_value_heads": 2, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "head_dim": 256, "num_key_value_heads": 2, "num_experts": 32, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     },
     "kimi_linear": {
         "hidden_size": 2304, "intermediate_size": 4096, "moe_intermediate_size": 512, "num_attention_heads": 16,
@@ -51,12 +56,17 @@ WIDE: dict[str, dict[str, Any]] = {
     },
     "mamba2": {"hidden_size": 2048, "num_heads": 64, "head_dim": 64, "state_size": 128, "n_groups": 1},
     "mamba": {"hidden_size": 2048},
-    "minimax": {"hidden_size": 2048, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128},
+    "minimax": ATTENTION | {"intermediate_size": 2048, "head_dim": 128},
     "lfm2": ATTENTION | {"num_key_value_heads": 8},
 }  # fmt: skip
 """One model of each kind: what its tiny configuration in the tests is widened by."""
 
-CUTS: dict[str, Any] = {"decode": "decode", "chunks of 7": 7, "chunks of 64": 64, "odd cuts": [[1, 2, 3, 63, 65, 255, 257]]}  # fmt: skip
+CUTS: dict[str, Any] = {
+    "decode": "decode",
+    "chunks of 7": 7,
+    "chunks of 64": 64,
+    "odd cuts": [[1, 2, 3, 63, 65, 255, 257]],
+}
 LONG = 600
 """Tokens of a text that is cut: over segments of attention and widest tiles of products."""
 
@@ -98,7 +108,8 @@ def check_bits(options: argparse.Namespace) -> bool:
         jobs = [(name, vars(options)) for name in options.kinds.split(",")]
         for name, seconds, problems, notes in pool.imap_unordered(check_kind, jobs):
             failed |= bool(problems)
-            print(f"{name}: {'; '.join(problems) or 'the same bits'} [{seconds:.0f} s] {notes}", flush=True)  # fmt: skip
+            found = "; ".join(problems) or "the same bits"
+            print(f"{name}: {found} [{seconds:.0f} s] {notes}", flush=True)
     return failed
 
 
@@ -177,16 +188,19 @@ def outcome(engine: Any, prompts: list[list[int]], **fields: Any) -> list[Any]:
     return [(output.token_ids, output.logprobs) for output in outputs]
 
 
-def preempted(engine: Any, model: Any, config: dict[str, Any], options: dict[str, Any]) -> list[str]:
+def preempted(
+    engine: Any, model: Any, config: dict[str, Any], options: dict[str, Any]
+) -> list[str]:
     """Requests in a cache that is too small for all of them."""
     sizes = {"cache_tokens": 64, "page_size": 4, "max_requests": 8}
     small = regraft.Engine(engine.model, regraft.EngineConfig(**config, **sizes))
     prompts = [text(engine, 9 + i, seed=i) for i in range(8)]
     sampled = {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "seed": list(range(8))}
-    problems = []
-    for fields in ({"do_sample": False}, sampled):
-        if outcome(small, prompts, **fields) != outcome(engine, prompts, **fields):
-            problems.append(f"preempted requests differ ({'sampled' if fields['do_sample'] else 'greedy'})")  # fmt: skip
+    problems = [
+        f"preempted requests differ, do_sample={fields['do_sample']}"
+        for fields in ({"do_sample": False}, sampled)
+        if outcome(small, prompts, **fields) != outcome(engine, prompts, **fields)
+    ]
     if engine.model.rows and not small._loop.scheduler.num_preemptions:
         problems.append("nothing was preempted")
     return problems
@@ -205,7 +219,9 @@ def prefixes(engine: Any, model: Any, config: dict[str, Any], options: dict[str,
     return problems
 
 
-def validated(engine: Any, model: Any, config: dict[str, Any], options: dict[str, Any]) -> list[str]:
+def validated(
+    engine: Any, model: Any, config: dict[str, Any], options: dict[str, Any]
+) -> list[str]:
     """The comparison with the model itself."""
     found = engine.validate("quick")
     return [] if found.passed else [f"against the model: {found}"]
@@ -230,7 +246,8 @@ def compare_times(options: argparse.Namespace) -> None:
     for name, normal in found.get("normal", {}).items():
         if "invariant" in found:
             mine = found["invariant"][name]
-            print(f"{name}: {normal:.4g} normal, {mine:.4g} invariant, {100 * (mine / normal - 1):+.1f} % time")  # fmt: skip
+            cost = 100 * (mine / normal - 1)
+            print(f"{name}: {normal:.4g} normal, {mine:.4g} invariant, {cost:+.1f} % time")
 
 
 def _times(engine: Any, options: argparse.Namespace) -> dict[str, float]:
@@ -246,7 +263,8 @@ def _times(engine: Any, options: argparse.Namespace) -> dict[str, float]:
     for name, lengths in loads.items():
         seconds = min(_generate(engine, lengths, options.new, options.device) for _ in range(2))
         times[f"{name}, s"] = seconds
-        print(f"    {name}: {seconds:.2f} s, {options.requests * options.new / seconds:.0f} tok/s", flush=True)  # fmt: skip
+        rate = options.requests * options.new / seconds
+        print(f"    {name}: {seconds:.2f} s, {rate:.0f} tok/s", flush=True)
     return times
 
 

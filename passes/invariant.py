@@ -159,9 +159,7 @@ def _device(captured: CapturedGraph) -> str:
 
 
 def measure(graph: fx.Graph, weight_of: WeightOf, device: str = "cpu") -> None:
-    """Raises RewriteError if a row's bits depend on its place in a tile, or on the tile, for the shape of any product in
-    the graph.
-    """
+    """Raises RewriteError if a row's bits depend on its place in a tile, or on the tile, for any product's shape."""
     known: set[object] = set()
     for node in graph.nodes:
         if not _is_call(node) or node.target.namespace != "regraft":
@@ -173,10 +171,10 @@ def measure(graph: fx.Graph, weight_of: WeightOf, device: str = "cpu") -> None:
             known.add(key)
         if node.target._opname == "invariant_expert_linear":
             matrices = _value(node.args[1], weight_of)
-            key = ("experts", matrices.shape, matrices.stride(), matrices.dtype, node.args[3])
-            if key not in known and not steady_experts(matrices, node.args[3]):
+            kind = ("experts", matrices.shape, matrices.stride(), matrices.dtype, node.args[3])
+            if kind not in known and not steady_experts(matrices, node.args[3]):
                 raise _unsteady(node, f"of experts, {matrices.dtype}")
-            known.add(key)
+            known.add(kind)
         sizes = _attended(node)
         if sizes is not None and sizes not in known and not steady_attention(*sizes, device):
             raise _unsteady(node, f"with {sizes[2]} heads of width {sizes[0]}")

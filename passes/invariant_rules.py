@@ -42,7 +42,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-ELEMENTWISE = frozenset(["sigmoid", "silu", "mish", "exp2", "gelu", "softplus", "elu", "rsqrt", "pow"])
+ELEMENTWISE = frozenset(
+    ["sigmoid", "silu", "mish", "exp2", "gelu", "softplus", "elu", "rsqrt", "pow"]
+)
 """Of RULES, those that compute element by element: on a GPU every element goes through the same instructions."""
 
 

@@ -4,6 +4,8 @@ here a prefill takes no other form, and products are not fused with sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,10 +68,10 @@ def expert_tiles(mean: int, dtype: torch.dtype) -> dict[str, int]:
     return {"M": 16, "N": 64, "KT": 128, "num_warps": 4, "num_stages": 4}
 
 
-def paged_attention(*args: Any) -> Tensor:
+def paged_attention(*args: Any, **options: Any) -> Tensor:
     """As `regraft.kernels.paged_attention.paged_attention`."""
-    check(*args)
-    return triton_attention.paged_attention(*args)
+    check(*args, **options)
+    return triton_attention.paged_attention(*args, **options)
 
 
 def latent_attention(
@@ -94,9 +96,15 @@ def latent_attention(
     return out
 
 
+Run = Callable[..., Tensor]
+_delta_tokens: Run = partial(delta_rule_triton, by_chunks=False, enable_fp_fusion=False)
+_linear_tokens: Run = partial(decayed_linear_triton, by_chunks=False, enable_fp_fusion=False)
+_ssd_tokens: Run = partial(ssd_triton, by_chunks=False, enable_fp_fusion=False)
+_conv: Run = partial(causal_conv_triton, fusion=False)
+
+
 def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *rest: Any) -> Tensor:
-    operands = map(settled, (q, k, v, g, beta))
-    return delta_rule_triton(*operands, *rest, by_chunks=False, enable_fp_fusion=False)
+    return _delta_tokens(*map(settled, (q, k, v, g, beta)), *rest)
 
 
 gated_delta_rule = kda = _delta
@@ -105,14 +113,13 @@ gated_delta_rule = kda = _delta
 
 def decayed_linear(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """As `regraft.kernels.decayed_linear.decayed_linear`."""
-    operands = map(settled, (q, k, v))
-    return decayed_linear_triton(*operands, *rest, by_chunks=False, enable_fp_fusion=False)
+    return _linear_tokens(*map(settled, (q, k, v)), *rest)
 
 
 def ssd(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Any) -> Tensor:
     """As `regraft.kernels.ssd.ssd`."""
     x, dt, B, C = map(settled, (x, dt, B, C))
-    return ssd_triton(x, dt, A, B, C, *rest, by_chunks=False, enable_fp_fusion=False)
+    return _ssd_tokens(x, dt, A, B, C, *rest)
 
 
 def selective_scan(
@@ -128,4 +135,4 @@ def selective_scan(
 
 def causal_conv(x: Tensor, *rest: Any) -> Tensor:
     """As `regraft.kernels.causal_conv.causal_conv`."""
-    return causal_conv_triton(settled(x), *rest, fusion=False)
+    return _conv(settled(x), *rest)

@@ -1,7 +1,7 @@
 """Measures what the products rest on: that a row of a tile has one result at every place, beside any neighbours.
 
-Torch, BLAS and tensor cores promise no such thing, so it is measured for every shape that a model uses, on the machine and with the
-number of threads that it runs on, before a claim is made.
+Torch, BLAS and tensor cores promise no such thing, so it is measured for every shape that a model uses, on the machine
+and with the number of threads that it runs on, before a claim is made.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tiles import KEYS, QUERIES, scores_of, values_of
 
 
 def steady_product(weight: Tensor) -> bool:
-    """Whether a product with this weight [N, K] gives a row the same bits at every place of a tile, and in every tile."""
+    """Whether a product with this weight [N, K] gives a row the same bits at every place of a tile, in every tile."""
     if weight.is_cuda:
         return triton_places().steady_product(weight)
     generator = torch.Generator().manual_seed(weight.shape[0] * 8191 + weight.shape[1])

@@ -55,11 +55,11 @@ def _register(signature: str, run: Callable[..., Any], fake: Callable[..., Any])
 def _on_cuda(name: str) -> Callable[..., Any]:
     """The function of that name in `cuda`."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
         # Triton is not on every machine, and need not be where there is no GPU.
         from . import cuda
 
-        return getattr(cuda, name)(*args)
+        return getattr(cuda, name)(*args, **options)
 
     return run
 
@@ -128,7 +128,9 @@ _register(
     _topk_fake,
 )
 _register(
-    "invariant_sort(Tensor x, int dim, bool descending) -> (Tensor, Tensor)", reductions.sort, _sort_fake
+    "invariant_sort(Tensor x, int dim, bool descending) -> (Tensor, Tensor)",
+    reductions.sort,
+    _sort_fake,
 )
 _register(
     "invariant_pointwise(Tensor x, str function, float[] options) -> Tensor",

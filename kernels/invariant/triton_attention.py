@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from regraft.kernels.paged_attention.triton import _is_shared, _parts, _score
@@ -114,11 +113,12 @@ def paged_attention(
     block = 1 if tokens <= seqs else form.M // share
     blocks = tokens // block + seqs + 1
     common: dict[str, Any] = {"WINDOW": window, "CHUNK": chunk, "SEGMENT": SEGMENT}
+    keys = keys_of(max(width, v_width), q.element_size())
     segment_kernel[(blocks * kv_heads * parts, segments if is_split else 1)](
         operands, strides, (sinks, alibi_slopes, rel_bias), (0, 0, 0) if rel_bias is None else rel_bias.stride(),
         out, scratch, cu_seqlens, context_lens, block_table, block_table.stride(0), tokens, seqs, segments, scale,
         SCORE=_score(scale, softcap, alibi_slopes, rel_bias), KV_HEADS=kv_heads, GROUP=group, SHARE=share, Q=block,
-        IS_SPLIT=is_split, IN_MEMORY=in_memory, SHARED=shared, M=form.M, N=keys_of(max(width, v_width), q.element_size()),
+        IS_SPLIT=is_split, IN_MEMORY=in_memory, SHARED=shared, M=form.M, N=keys,
         num_warps=form.num_warps, num_stages=2, enable_fp_fusion=False, **widths, **common,
     )  # fmt: skip
     if is_split:

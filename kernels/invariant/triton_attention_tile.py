@@ -1,7 +1,7 @@
 """The kernels of invariant attention; see `triton_attention`, and `paged_attention.triton_tile` for what they share.
 
-The state of a softmax is top_M (maximum so far), sum_MC (the weights' sum, in each of 16 equal columns) and the weighted
-values (main, rest). With IN_MEMORY those of all segments lie in memory: two would be too many for registers.
+The state of a softmax is top_M (maximum so far), sum_MC (the weights' sum, in each of 16 equal columns) and the
+weighted values (main, rest). With IN_MEMORY those of all segments lie in memory: two would be too many for registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
@@ -106,7 +106,9 @@ def segment_kernel(
                 behind_all = num_tokens.to(tl.int64) * (KV_HEADS * GROUP) * num_segments
                 store_segment(state, scratch, at_M * num_segments + i, behind_all, is_row_M, DV)
             elif IN_MEMORY:
-                total = merged_in_memory(total, state, scratch[0], at_M, is_row_M & (m_M * 0 + i > first), DV)
+                total = merged_in_memory(
+                    total, state, scratch[0], at_M, is_row_M & (m_M * 0 + i > first), DV
+                )
             else:
                 total = merged(total, state, DV)
         if IN_MEMORY and not IS_SPLIT:
@@ -234,7 +236,7 @@ def with_sink(top, total, sink):
 
 @triton.jit
 def write_result(total, sinks_ptr, out_ptr, at_M, head_M, is_row_M, DV: tl.constexpr):
-    """Values over the sum of the weights; 0 is added so that -0 becomes 0, whose sign tells of tiles that add nothing."""
+    """Values over the sum of the weights; 0 is added so that -0 becomes 0: it would tell of tiles that add nothing."""
     top_M, sum_M, acc = total
     main, rest = acc
     if sinks_ptr is not None:
@@ -271,7 +273,9 @@ def combine_kernel(
     total = tl.zeros([1], tl.float32)
     acc_V = tl.zeros([V], tl.float32)
     i_1 = tl.arange(0, 1)
-    for i in range(first_key(tl.maximum(end - 1, 0), WINDOW, CHUNK) // SEGMENT, tl.cdiv(end, SEGMENT)):
+    for i in range(
+        first_key(tl.maximum(end - 1, 0), WINDOW, CHUNK) // SEGMENT, tl.cdiv(end, SEGMENT)
+    ):
         with_top = tl.load(scratch[1] + at + i + i_1)
         with_sum = tl.load(scratch[1] + behind + at + i + i_1)
         with_V = tl.load(scratch[0] + (at + i) * DV + d_V, mask=d_V < DV, other=0.0)

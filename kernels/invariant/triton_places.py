@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .cuda import expert_tiles
-from .triton_attention import SEGMENT, forms as attention_forms, paged_attention
+from .triton_attention import SEGMENT, paged_attention
+from .triton_attention import forms as attention_forms
 from .triton_products import forms, num_parts, product
 from .triton_settled import num_processors
 
@@ -84,7 +85,14 @@ def steady_attention(
             found = []
             for start, end in _steps(_CONTEXT, step, total):
                 own = slice(start, end)
-                arguments = (q[own], k[own], v[own], k_cache, v_cache, *_sequence(start, end, device))
+                arguments = (
+                    q[own],
+                    k[own],
+                    v[own],
+                    k_cache,
+                    v_cache,
+                    *_sequence(start, end, device),
+                )
                 found.append(paged_attention(*arguments, width**-0.5, form=form))
             queries = torch.cat(found)[-_QUERIES:]
             expected = queries if expected is None else expected

@@ -111,7 +111,8 @@ def product(
     if is_split:
         block = min(1024, triton.next_power_of_2(columns))
         add_parts_kernel[(batch * rows, triton.cdiv(columns, block))](
-            target, bias, out, out.stride(), rows, columns, PARTS=parts, BLOCK=block, num_warps=4, enable_fp_fusion=False
+            target, bias, out, out.stride(), rows, columns, PARTS=parts, BLOCK=block,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -37,7 +37,7 @@ def selective_scan_triton(
     state_slots: Tensor,
     **options: Any,
 ) -> Tensor:
-    """See `selective_scan`. `options` replace the tile BC, TOKENS loaded at once, and what the kernel is compiled with."""
+    """See `selective_scan`. `options` replace the tile BC, TOKENS loaded at once, and what it is compiled with."""
     tokens, channels = x.shape
     skipped = x.dtype if D is None else torch.promote_types(x.dtype, D.dtype)
     dtype = skipped if z is None else torch.promote_types(skipped, z.dtype)
