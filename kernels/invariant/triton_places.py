@@ -24,6 +24,9 @@ _CONTEXT = 2 * SEGMENT + 70
 
 _QUERIES = 37
 
+_PAGE = 16
+"""Tokens a page: an engine's, unless it is told otherwise, so that kernels are compiled once."""
+
 
 def steady_product(weight: Tensor) -> bool:
     """weight [N, K], for `triton_products.product`."""
@@ -80,8 +83,11 @@ def steady_attention(
     expected = None
     for form in attention_forms(max(width, v_width), dtype.itemsize):
         for step in (_QUERIES, 1):
-            k_cache = torch.zeros(1, total, kv_heads, width, dtype=dtype, device=device)
-            v_cache = k_cache[..., :v_width] if is_latent else torch.zeros_like(v)[None]
+            k_cache, v_cache = (
+                torch.zeros(-(-total // _PAGE), _PAGE, kv_heads, size, dtype=dtype, device=device)
+                for size in (width, v_width)
+            )
+            v_cache = k_cache[..., :v_width] if is_latent else v_cache
             found = []
             for start, end in _steps(_CONTEXT, step, total):
                 own = slice(start, end)
@@ -108,11 +114,11 @@ def _steps(context: int, step: int, total: int) -> Iterator[tuple[int, int]]:
 
 
 def _sequence(start: int, end: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Metadata of one sequence, whose page is the whole cache."""
+    """Metadata of one sequence, whose pages are the whole cache in order."""
     return (
         torch.tensor([0, end - start], dtype=torch.int32, device=device),
         torch.tensor([start], dtype=torch.int32, device=device),
-        torch.zeros(1, 1, dtype=torch.int32, device=device),
+        torch.arange(-(-(_CONTEXT + _QUERIES) // _PAGE), dtype=torch.int32, device=device)[None],
         torch.arange(start, end, device=device),
     )
 
