@@ -36,7 +36,7 @@ def make_invariant(captured: CapturedGraph, allowed: Collection[str] = ()) -> in
     `allowed` names operations ("aten.pow.Tensor_Scalar", "replay") and module paths that may stay as they are. Raises
     RewriteError on any other that is not known to be invariant, and where a product is not.
     """
-    device = _device(captured)
+    device = device_of(captured)
     graph, module = captured.graph, captured.module
     count = replace(graph, fixed_nodes(graph), allowed, device)
     module.recompile()
@@ -139,7 +139,7 @@ DEVICES = ("cpu", "cuda")
 """Types of devices that the operators run on."""
 
 
-def _device(captured: CapturedGraph) -> str:
+def device_of(captured: CapturedGraph) -> str:
     """The type of device that a model is on. Raises RewriteError for one without operators, and for two."""
     found = {tensor.device.type: name for name, tensor in captured.weights.items()}
     for device, name in found.items():

@@ -6,28 +6,30 @@ log-probabilities of a rollout are those of the forward pass that is trained, bi
 
 from __future__ import annotations
 
+from functools import partial
 from operator import getitem
 
 import torch
 from torch import fx
 
 from regraft.kernels.invariant import trained
-from regraft.passes.invariant import fixed_nodes, measure, prove, replace
-from regraft.rewriter.graph import shape_of
+from regraft.passes.invariant import device_of, fixed_nodes, measure, prove, replace
+from regraft.rewriter.graph import CapturedGraph, shape_of
 from regraft.rewriter.stateless import Stateless
 
 aten = torch.ops.aten
 
 
-def make_trainable(form: Stateless) -> None:
-    """Rewrite the graph in place. Raises RewriteError as `invariant.make_invariant` does."""
+def make_trainable(form: Stateless, captured: CapturedGraph) -> None:
+    """Rewrite the graph, made of `captured`, in place. Raises RewriteError as `invariant.make_invariant` does."""
     graph = form.module.graph
+    device = device_of(captured)
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
             node.target = trained.SEQUENCES.get(_name(node), node.target)
-    replace(graph, fixed_nodes(graph, form.weights))
-    prove(graph, fixed_nodes(graph, form.weights))
-    measure(graph, _like)
+    replace(graph, fixed_nodes(graph, form.weights), device=device)
+    prove(graph, fixed_nodes(graph, form.weights), device=device)
+    measure(graph, partial(_like, device), device)
     for node in list(graph.nodes):
         if _name(node) in trained.ROWS:
             node.target = trained.ROWS[_name(node)]
@@ -43,11 +45,11 @@ def _name(node: fx.Node) -> str:
     return target._opname if is_own else ""
 
 
-def _like(weight: fx.Node) -> torch.Tensor:
+def _like(device: str, weight: fx.Node) -> torch.Tensor:
     """Numbers in the shape of a weight, which has no value yet."""
     generator = torch.Generator().manual_seed(0)
     sizes = [int(size) for size in shape_of(weight)]
-    return torch.randn(sizes, generator=generator).to(weight.meta["dtype"])
+    return torch.randn(sizes, generator=generator).to(device, weight.meta["dtype"])
 
 
 def _gathered(node: fx.Node) -> None:

@@ -18,6 +18,7 @@ from .dynamo_lower import UNKNOWN, Lowered, lower
 from .dynamo_range import dynamo_interval
 from .errors import RewriteError
 from .grafted import CompiledLater, Grafted
+from .graph import CapturedGraph
 from .leaf_calls import leaf_call_of
 from .pattern import Declined, Pass
 from .pipeline import GraphPass, Rewriting, rewrite
@@ -33,12 +34,12 @@ def graft(
     passes: Sequence[Pass | GraphPass],
     backend: str,
     fallback: str,
-    finish: Callable[[Stateless], None] | None = None,
+    finish: Callable[[Stateless, CapturedGraph], None] | None = None,
 ) -> Grafted | Declined:
     """Graft a graph of known inputs; declined if any part of it is not understood.
 
-    `finish` rewrites the grafted graph once more, or raises RewriteError; with it, a batch that cannot be packed is an
-    error.
+    `finish` rewrites the grafted graph once more, given also what it was made of, or raises RewriteError; with it, a
+    batch that cannot be packed is an error.
     """
     fixed = _fixed(inputs)
     if fixed is not None:
@@ -63,7 +64,7 @@ def graft(
         if isinstance(form, Declined):
             return form
         if finish is not None:
-            finish(form)
+            finish(form, captured)
     except RewriteError as error:
         return Declined(str(error))
     holds = branches.meet(Interval(captured.min_tokens, captured.max_tokens))

@@ -52,6 +52,11 @@ def _register(signature: str, run: Callable[..., Any], fake: Callable[..., Any])
     torch.library.register_fake(name)(fake)
 
 
+def on_device(like: Tensor, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, a function of the CPU's, or its twin where `like` is on CUDA."""
+    return _on_cuda(run.__name__) if like.is_cuda else run
+
+
 def _on_cuda(name: str) -> Callable[..., Any]:
     """The function of that name in `cuda`."""
 

@@ -6,6 +6,7 @@ another order: a gradient is not promised to be the same in any batch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,12 +25,12 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *options: An
     """Every token is a page of its own."""
     lengths = cu_seqlens.diff()
     longest = int(lengths.max()) if len(lengths) else 0
-    place = torch.arange(longest, dtype=torch.int32)
+    place = torch.arange(longest, dtype=torch.int32, device=q.device)
     table = torch.where(place < lengths[:, None], cu_seqlens[:-1, None] + place, 0).int()
     k_cache, v_cache = (torch.empty_like(x.unsqueeze(1)) for x in (k, v))
     fresh = torch.zeros_like(lengths)
-    rows = torch.arange(len(q))
-    return attention.paged_attention(
+    rows = torch.arange(len(q), device=q.device)
+    return schema.on_device(q, attention.paged_attention)(
         q, k, v, k_cache, v_cache, cu_seqlens, fresh, table, rows, *options
     )
 
@@ -44,10 +45,16 @@ def _recurrence(
     given = dict(zip(names, values))
     count = len(given["cu_seqlens"]) - 1
     dtype = given["x"].dtype if run is tokens.causal_conv else torch.float32
-    pool = torch.zeros(count, *state_of(given), dtype=dtype)
+    device = given["cu_seqlens"].device
+    pool = torch.zeros(count, *state_of(given), dtype=dtype, device=device)
     pool_name = "conv_state" if run is tokens.causal_conv else "state"
-    fresh = torch.zeros(count, dtype=torch.int32)
-    return run(**given, **{pool_name: pool}, context_lens=fresh, state_slots=torch.arange(count))
+    given |= {
+        pool_name: pool,
+        "context_lens": torch.zeros(count, dtype=torch.int32, device=device),
+        "state_slots": torch.arange(count, device=device),
+    }
+    in_order = [given[name] for name in inspect.signature(run).parameters]
+    return schema.on_device(pool, run)(*in_order)
 
 
 def _delta_state(given: dict[str, Any]) -> Sequence[int]:
@@ -86,6 +93,15 @@ def _plainly(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def function(*args: Any) -> Tensor:
         return run(*args)
+
+    return function
+
+
+def _where_it_lies(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run` on the device of its first argument."""
+
+    def function(*args: Any) -> Tensor:
+        return schema.on_device(args[0], run)(*args)
 
     return function
 
@@ -133,7 +149,7 @@ def _define_rows() -> dict[str, torch._ops.OpOverload]:
     for name, (run, plain) in _ROWS.items():
         operator = getattr(torch.ops.regraft, f"invariant_{name}").default
         signature = "(" + str(operator._schema).partition("(")[2]
-        define(f"trained_invariant_{name}", signature, _plainly(run), operator, plain)
+        define(f"trained_invariant_{name}", signature, _where_it_lies(run), operator, plain)
         made[f"invariant_{name}"] = getattr(torch.ops.regraft, f"trained_invariant_{name}").default
     return made
 

@@ -106,9 +106,8 @@ def segment_kernel(
                 behind_all = num_tokens.to(tl.int64) * (KV_HEADS * GROUP) * num_segments
                 store_segment(state, scratch, at_M * num_segments + i, behind_all, is_row_M, DV)
             elif IN_MEMORY:
-                total = merged_in_memory(
-                    total, state, scratch[0], at_M, is_row_M & (m_M * 0 + i > first), DV
-                )
+                has_acc_M = is_row_M & (m_M * 0 + i > first)
+                total = merged_in_memory(total, state, scratch[0], at_M, is_row_M, has_acc_M, DV)
             else:
                 total = merged(total, state, DV)
         if IN_MEMORY and not IS_SPLIT:

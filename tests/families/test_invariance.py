@@ -314,7 +314,9 @@ def test_wrap_refuses_and_allows() -> None:
 
 def test_other_devices_are_refused() -> None:
     captured = CapturedGraph(fx.GraphModule({}, fx.Graph()), {"w": torch.empty(1, device="meta")})
-    with pytest.raises(regraft.RewriteError, match="only the CPU and CUDA have invariant operators"):
+    with pytest.raises(
+        regraft.RewriteError, match="only the CPU and CUDA have invariant operators"
+    ):
         make_invariant(captured)
 
 
