@@ -33,10 +33,13 @@ from .attention import (
     row_pool,
     unused_label,
 )
+from .indexed_blocks import BlockIndexer, find_blocks
+from .indexed_blocks import select as select_blocks
 from .indexed_pools import PoolIndexer, find_pools
 from .indexed_selection import Indexer, find_selection
 
 aten = torch.ops.aten
+AnyIndexer = Indexer | PoolIndexer | BlockIndexer
 SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 
 
@@ -44,7 +47,7 @@ SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 class Indexed:
     """What was found: the selection, and attention over keys and values or over a latent row."""
 
-    indexer: Indexer | PoolIndexer
+    indexer: AnyIndexer
     attention: Plan
     latent: latent_attention.Latent | None
 
@@ -65,7 +68,7 @@ def check(core: Core) -> Indexed | Declined:
         return plan
     # Were less attended to than selected from, a query could be left without any key, and softmax over
     # nothing is what the mask's spelling makes of it.
-    relation = Relation() if isinstance(indexer, PoolIndexer) else indexer.relation
+    relation = indexer.relation if isinstance(indexer, Indexer) else Relation()
     if relation != plan.score.relation:
         return Declined(
             f"keys are selected where {relation}, attended to where {plan.score.relation}",
@@ -79,16 +82,15 @@ def check(core: Core) -> Indexed | Declined:
     return Indexed(indexer, plan, None if isinstance(latent, Declined) else latent)
 
 
-def _find(core: Core) -> tuple[Core, Indexer | PoolIndexer] | Declined:
-    """The selection of single keys, or of pools; the reason that comes further if neither."""
-    masked = masked_below(core)
-    single = find_selection(core, masked)
-    if not isinstance(single, Declined):
-        return single
-    pools = find_pools(core, masked)
-    if not isinstance(pools, Declined):
-        return pools
-    return max(single, pools, key=lambda declined: declined.progress)
+def _find(core: Core) -> tuple[Core, AnyIndexer] | Declined:
+    """The selection of single keys, of pools or of blocks; the reason that comes furthest if none."""
+    masked, declined = masked_below(core), []
+    for find in (find_selection, find_pools, find_blocks):
+        found = find(core, masked)
+        if not isinstance(found, Declined):
+            return found
+        declined.append(found)
+    return max(declined, key=lambda each: each.progress)
 
 
 def rewrite(found: Indexed, grafting: Grafting) -> None:
@@ -115,18 +117,30 @@ def rewrite(found: Indexed, grafting: Grafting) -> None:
     grafting.mask = f"{score}; {_described(indexer)}"
 
 
-def _described(indexer: Indexer | PoolIndexer) -> str:
+def _described(indexer: AnyIndexer) -> str:
+    if isinstance(indexer, BlockIndexer):
+        blocks = indexer.blocks
+        return f"the {blocks.count} best blocks of {blocks.size} by index score, and the tokens after the last block"
     if isinstance(indexer, PoolIndexer):
         return f"the {indexer.count} best pools of {indexer.size} by index score, and the tokens after the last pool"
     return f"the {indexer.count} best by index score"
 
 
-def _selected(indexer: Indexer | PoolIndexer, grafting: Grafting) -> fx.Node:
+def _selected(indexer: AnyIndexer, grafting: Grafting) -> fx.Node:
     """[T, k] int32: the selected positions. Layers whose masks come from one top-k share it."""
     known = indexer.topk.meta.get("selected")
     if known is not None:
         grafting.notes.append(f"selection shared: {known.meta['path']}")
         return known
+    if isinstance(indexer, BlockIndexer):
+        selected = select_blocks(indexer, unused_label, grafting)
+    else:
+        selected = _by_rows(indexer, grafting)
+    indexer.topk.meta["selected"] = selected
+    return selected
+
+
+def _by_rows(indexer: Indexer | PoolIndexer, grafting: Grafting) -> fx.Node:
     scoring = indexer.scoring
     rows = (as_rows(scoring.query, grafting), *_index_rows(indexer, grafting))
     sequences = tuple(grafting.sequence(name) for name in SEQUENCES)
@@ -138,9 +152,7 @@ def _selected(indexer: Indexer | PoolIndexer, grafting: Grafting) -> fx.Node:
         shape = (TOKENS, indexer.count)
         operator = torch.ops.regraft.index_topk.default
         how = (*how, indexer.relation.window, indexer.relation.chunk)
-    selected = grafting.call(operator, *rows, *sequences, *how, shape=shape, dtype=torch.int32)
-    indexer.topk.meta["selected"] = selected
-    return selected
+    return grafting.call(operator, *rows, *sequences, *how, shape=shape, dtype=torch.int32)
 
 
 def _index_rows(indexer: Indexer | PoolIndexer, grafting: Grafting) -> tuple[fx.Node, ...]:

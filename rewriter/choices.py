@@ -130,9 +130,15 @@ class _Watch(TorchDispatchMode):
         elif function is torch.ops.regraft.index_topk.default:
             self.found.append(result)
         elif function is torch.ops.regraft.index_pool_topk.default:
-            size, count = args[3].shape[0], args[9]
-            self.found.append(result[:, : count * size : size].div(size, rounding_mode="floor"))
+            self.found.append(_first_tokens(result, args[3].shape[0], args[9]))
+        elif function is torch.ops.regraft.index_block_topk.default:
+            self.found.append(_first_tokens(result, *args[8:10]))
         return result
+
+
+def _first_tokens(selected: Tensor, size: int, count: int) -> Tensor:
+    """[T, count] numbers of the pools or blocks whose tokens were selected, -1 for none."""
+    return selected[:, : count * size : size].div(size, rounding_mode="floor")
 
 
 class Choosing(TorchFunctionMode):

@@ -78,6 +78,41 @@ def index_pool_topk_naive(
     return selected
 
 
+def index_block_topk_naive(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    size: int,
+    topk: int,
+    scale: float,
+    relu: bool = True,
+) -> Tensor:
+    """`index_block_topk` by its definition; see there."""
+    cache.view(-1, cache.shape[2])[slot_mapping] = k
+    shape = (q.shape[0], topk * size + size - 1)
+    selected = torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    for token, pos, pages in tokens(cu_seqlens, context_lens, block_table):
+        scores = []
+        for last in range(size - 1, pos + 1, size):
+            key = cache[pages[last // cache.shape[1]], last % cache.shape[1]].to(WIDE)
+            products = q[token].to(WIDE) @ key
+            products = products.clamp(min=0) if relu else products
+            share = torch.ones(len(products)) if weights is None else weights[token]
+            scores.append(scale * (share.to(WIDE) @ products))
+        if scores:
+            best = torch.stack(scores).topk(min(topk, len(scores))).indices
+            for i, block in enumerate(sorted(best.tolist())):
+                selected[token, i * size : i * size + size] = torch.arange(size) + block * size
+        rest = torch.arange((pos + 1) // size * size, pos + 1)
+        selected[token, topk * size : topk * size + len(rest)] = rest
+    return selected
+
+
 def indexed_attention_naive(
     q: Tensor,
     k: Tensor,

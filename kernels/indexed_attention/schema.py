@@ -9,6 +9,7 @@ from torch import Tensor
 
 from regraft.kernels.latent_attention.schema import check as check_latent
 
+from .blocks import index_block_topk_torch
 from .gather import Row, Scoring, indexed_attention_torch, indexed_latent_attention_torch
 from .pools import index_pool_topk_torch
 from .select import index_topk_torch
@@ -23,6 +24,11 @@ torch.library.define(
 torch.library.define(
     "regraft::index_pool_topk",
     f"(Tensor q, Tensor rows, Tensor weights, Tensor bias, Tensor(a!) cache, {_ROW}, int topk, float scale, "
+    "bool relu=True) -> Tensor",
+)
+torch.library.define(
+    "regraft::index_block_topk",
+    f"(Tensor q, Tensor k, Tensor? weights, Tensor(a!) cache, {_ROW}, int size, int topk, float scale, "
     "bool relu=True) -> Tensor",
 )
 torch.library.define(
@@ -121,6 +127,45 @@ def index_pool_topk(
     )  # fmt: skip
 
 
+def index_block_topk(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    cache: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    size: int,
+    topk: int,
+    scale: float,
+    relu: bool = True,
+) -> Tensor:
+    """`index_topk` of blocks: `size` neighbouring tokens, counted from the sequence's start, whose key the caller made.
+
+    The key of a block is the row of its last token; rows of other tokens are written and never read. A token at
+    position p selects the `topk` best of the blocks that end at or before p, and the (p + 1) mod `size` tokens after
+    the last of them. Scores of relu are often 0, so which of equals is taken shows: on the CPU those that `torch.topk`
+    takes of a row of the token's blocks alone, elsewhere the first.
+
+    Args:
+        k: [N, E] for each new token the key of the block that ends there, if one does.
+        weights: [N, I] of the heads, in any float dtype; None for 1.
+        size: tokens of a block, at least 2.
+        topk: how many blocks a token may select.
+        q, cache, scale, relu, cu_seqlens, context_lens, block_table, slot_mapping: as in `index_topk`.
+
+    Returns:
+        [N, topk * size + size - 1] int32: as `index_pool_topk` returns them.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    return torch.ops.regraft.index_block_topk.default(
+        q, k, weights, cache, cu_seqlens, context_lens, block_table, slot_mapping, size, topk, scale, relu,
+    )  # fmt: skip
+
+
 def indexed_attention(
     q: Tensor,
     k: Tensor,
@@ -195,10 +240,10 @@ def indexed_latent_attention(
     )  # fmt: skip
 
 
-def _check_topk(q: Tensor, k: Tensor, weights: Tensor, cache: Tensor, topk: int) -> None:
+def _check_topk(q: Tensor, k: Tensor, weights: Tensor | None, cache: Tensor, topk: int) -> None:
     if q.dim() != 3 or k.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"index keys {[*k.shape]} do not fit index queries {[*q.shape]}")
-    if weights.shape != q.shape[:2]:
+    if weights is not None and weights.shape != q.shape[:2]:
         raise ValueError(f"weights {[*weights.shape]} do not fit index queries {[*q.shape]}")
     if cache.shape[2:] != k.shape[1:] or cache.dtype != k.dtype:
         raise ValueError(
@@ -216,6 +261,14 @@ def _check_pools(
     _check_topk(q, rows[:, : bias.shape[1]], weights, cache[..., : bias.shape[1]], topk)
     if cache.shape[2:] != rows.shape[1:]:
         raise ValueError(f"cache {[*cache.shape]} does not hold rows {[*rows.shape]}")
+
+
+def _check_blocks(
+    q: Tensor, k: Tensor, weights: Tensor | None, cache: Tensor, size: int, topk: int
+) -> None:
+    _check_topk(q, k, weights, cache, topk)
+    if size < 2:
+        raise ValueError(f"{size=}: a block has at least two tokens")
 
 
 def _check_selected(q: Tensor, selected: Tensor) -> None:
@@ -251,6 +304,13 @@ def _fake_pools(*args: Any, **kwargs: Any) -> Tensor:
     return q.new_empty(q.shape[0], topk * size + size - 1, dtype=torch.int32)
 
 
+@torch.library.register_fake("regraft::index_block_topk")
+def _fake_blocks(*args: Any, **kwargs: Any) -> Tensor:
+    size, topk = args[8:10]
+    _check_blocks(*args[:4], size, topk)
+    return args[0].new_empty(args[0].shape[0], topk * size + size - 1, dtype=torch.int32)
+
+
 @torch.library.register_fake("regraft::indexed_attention")
 def _fake_attention(*args: Any, **kwargs: Any) -> Tensor:
     q, _, v = args[:3]
@@ -279,6 +339,12 @@ def _run_pools(*args: Any, **kwargs: Any) -> Tensor:
     q, rows, weights, bias, cache = args[:5]
     _check_pools(q, rows, weights, bias, cache, args[9])
     return index_pool_topk_torch(*args, **kwargs)
+
+
+@torch.library.impl("regraft::index_block_topk", ("cpu", "cuda"))
+def _run_blocks(*args: Any, **kwargs: Any) -> Tensor:
+    _check_blocks(*args[:4], *args[8:10])
+    return index_block_topk_torch(*args, **kwargs)
 
 
 @torch.library.impl("regraft::indexed_attention", ("cpu", "cuda"))

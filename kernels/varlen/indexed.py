@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regraft.kernels.indexed_attention.blocks import index_block_topk_torch
 from regraft.kernels.indexed_attention.pools import index_pool_topk_torch
 from regraft.kernels.indexed_attention.select import index_topk_torch
 from regraft.kernels.latent_attention.naive import rebuilt
@@ -26,6 +27,10 @@ _TOPK = (
 _POOLS = (
     "(Tensor q, Tensor rows, Tensor weights, Tensor bias, Tensor cu_seqlens, int topk, "
     "float scale, bool relu) -> Tensor"
+)
+_BLOCKS = (
+    "(Tensor q, Tensor k, Tensor? weights, Tensor cu_seqlens, int size, int topk, float scale, "
+    "bool relu) -> Tensor"
 )
 _MASKS = "float scale, int window, int chunk, float softcap, Tensor? sinks"
 
@@ -69,6 +74,22 @@ def _(
     q: Tensor, rows: Tensor, weights: Tensor, bias: Tensor, cu_seqlens: Tensor, topk: int, *_: Any
 ) -> Tensor:
     size = bias.shape[0]
+    return q.new_empty(q.shape[0], topk * size + size - 1, dtype=torch.int32)
+
+
+@torch.library.custom_op("regraft::varlen_index_block_topk", mutates_args=(), schema=_BLOCKS)
+def varlen_index_block_topk(
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlens: Tensor, *how: Any
+) -> Tensor:
+    """`index_block_topk` of whole sequences."""
+    row = _in_pages(cu_seqlens, len(q))
+    return index_block_topk_torch(q, k, weights, torch.empty_like(k[:, None]), *row, *how)
+
+
+@varlen_index_block_topk.register_fake
+def _(
+    q: Tensor, k: Tensor, weights: Tensor | None, cu_seqlens: Tensor, size: int, topk: int, *_: Any
+) -> Tensor:
     return q.new_empty(q.shape[0], topk * size + size - 1, dtype=torch.int32)
 
 

@@ -35,6 +35,7 @@ STATELESS: dict[str, Twin] = {
         "decayed_linear",
         "index_topk",
         "index_pool_topk",
+        "index_block_topk",
         "indexed_attention",
         "indexed_latent_attention",
     )
