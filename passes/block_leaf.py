@@ -26,8 +26,10 @@ from .expert_program import tensors_in
 TOPK = (torch.topk, Tensor.topk)
 
 WHOLE_TEXTS = (64, 512)
-LONG_TEXTS = (2048, 8192)
-"""Tokens of the texts over which is looked how much is chosen. In the long ones the last query alone sees keys."""
+"""Tokens of the texts over which it is looked how long a block is: the first with a second block is enough."""
+
+LONG_TEXTS = (576, 2304, 9216)
+"""Tokens of the texts over which it is looked how many blocks are chosen. The last query alone sees keys."""
 
 
 @dataclass(frozen=True)
@@ -105,27 +107,30 @@ class _Choices(TorchFunctionMode):
 
 def sizes(leaf: Leaf) -> tuple[int, int]:
     """(tokens a block, blocks that a query may choose). Raises LeafUnsupported if its top-ks are of no blocks."""
-    path, among, chosen = leaf.call.path, 0, 0
-    for length in (*WHOLE_TEXTS, *LONG_TEXTS):
-        choices = _Choices()
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
-        if length in LONG_TEXTS:
-            seen[:-1] = False
-        leaf.run(leaf.given(leaf.rows(length, seed=0), seen), choices)
-        if not choices.found:
-            raise LeafUnsupported(f"{path} chooses with no top-k over {length} tokens")
-        among, chosen = choices.found[-1]
-        if length in WHOLE_TEXTS:
-            size = _size([n for n, _ in choices.found], length)
-            if size is None:
-                raise LeafUnsupported(
-                    f"{path}: its top-ks over {length} tokens are not of each query's whole blocks"
-                )
-        elif among != length // size:
-            raise LeafUnsupported(f"{path} chooses among {among} blocks of {length} tokens")
+    path, size = leaf.call.path, None
+    for length in WHOLE_TEXTS:
+        choices = _choices(leaf, length)
+        size = _size([among for among, _ in choices], length)
+        if size is not None:
+            break
+    if size is None:
+        raise LeafUnsupported(f"{path}: its top-ks are not of each query's whole blocks")
+    among, chosen = choices[-1]
+    for length in LONG_TEXTS:
         if chosen < among:
             return size, chosen
+        seen = torch.zeros(length, length, dtype=torch.bool)
+        seen[-1] = True
+        ((among, chosen),) = _choices(leaf, length, seen)[-1:]
     raise LeafUnsupported(f"{path} chooses all of {among} blocks: how many it may is not known")
+
+
+def _choices(leaf: Leaf, length: int, seen: Tensor | None = None) -> list[tuple[int, int]]:
+    choices = _Choices()
+    leaf.run(leaf.given(leaf.rows(length, seed=0), seen), choices)
+    if not choices.found:
+        raise LeafUnsupported(f"{leaf.call.path} chooses with no top-k over {length} tokens")
+    return choices.found
 
 
 def _size(among: Sequence[int], length: int) -> int | None:

@@ -156,6 +156,8 @@ class Record(TorchFunctionMode):
         self.calls: list[Call] = []
         self.known: dict[int, Any] = {id(t): Held(n) for n, t in _named_tensors(leaf.call.module)}
         self.known |= {id(tensor): Value(-1, i) for i, tensor in enumerate(given)}
+        self.written: set[Any] = set()
+        """Values that a call has changed."""
         self.rowwise = -1
         """Calls up to this number came before the first one that counts values."""
         leaf.run(given, self)
@@ -172,6 +174,8 @@ class Record(TorchFunctionMode):
             for i, tensor in enumerate(outputs):
                 # a cast to the dtype that a tensor has gives that tensor, which keeps its name
                 self.known.setdefault(id(tensor), Value(len(self.calls), i))
+            if _writes(function):
+                self.written.add(self.known[id(outputs[0])])
             self.calls.append(Call(function, (args, kwargs), outputs, self.known))
         return result
 
@@ -188,10 +192,10 @@ class Record(TorchFunctionMode):
         return last.arguments[0]
 
 
-def writes(function: Callable[..., Any]) -> bool:
+def _writes(function: Callable[..., Any]) -> bool:
     """Whether a function changes its argument."""
     name = getattr(function, "__name__", "")
-    return name.startswith("__i") or name.endswith("_") and not name.endswith("__")
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _counts(function: Any, args: tuple[Any, ...]) -> bool:

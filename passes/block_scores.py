@@ -22,7 +22,7 @@ from regraft.rewriter.leaf_shapes import Affine
 from regraft.rewriter.leaves import LeafUnsupported
 
 from .block_leaf import Leaf, sizes
-from .block_program import Places, Program, Record, Step, Value, sliced, writes
+from .block_program import Places, Program, Record, Step, Value, sliced
 
 COUNTS = (2, 3)
 """Blocks of the two texts."""
@@ -153,17 +153,16 @@ def read_blocks(leaf: Leaf) -> Blocks:
     queries, keys = _parts(many, scores)
     if len(keys) != 1:
         raise LeafUnsupported(f"scores are made of {len(keys)} values of the blocks")
-    key = _before_casts(many, keys[0], lambda value: _by_block(many, value))
+    key = _as_made(many, keys[0], lambda value: _by_block(many, value))
     found = _by_block(many, key)
     if found is None:
         raise LeafUnsupported("what scores read of the blocks is no key of each")
-    width = found.shape[1]
-    queries.sort(key=lambda value: -many.base[value].numel())
-    numbers = [many.base[value].numel() for value in queries]
-    if numbers not in ([width * (numbers[0] // width)], [width * numbers[-1], numbers[-1]]):
-        raise LeafUnsupported(f"scores are made of {numbers} numbers of the query, keys of {width}")
-    scale, relu = _fit(leaf, many, scores, queries, key)
-    rows = [_query_rows(many, value) for value in queries]
+    rows = sorted((_query_rows(many, value) for value in queries), key=lambda row: -row.width)
+    width, widths = found.shape[1], [row.width for row in rows]
+    heads = widths[0] // width if widths else 0
+    if widths not in ([width * heads], [width * heads, heads]):
+        raise LeafUnsupported(f"scores are made of {widths} numbers of the query, keys of {width}")
+    scale, relu = _fit(leaf, many, scores, rows, key)
     program = _any_number(few, many, key)
     read = {value for step in program.steps for value in step.arguments if isinstance(value, Value)}
     sources = tuple(
@@ -211,15 +210,16 @@ def _by_query(look: Look, value: Value) -> Tensor:
     return (whole if dim is None else whole.select(dim, look.tokens)).flatten()
 
 
-def _before_casts(look: Look, value: Value, numbers: Callable[[Value], Tensor | None]) -> Value:
-    """The earliest value of the same `numbers`: of which this one is a cast that loses nothing, or another layout."""
+def _as_made(look: Look, value: Value, numbers: Callable[[Value], Tensor | None]) -> Value:
+    """The earliest value of the same `numbers`, of which this one is another layout, or a cast that loses nothing."""
     while value.call > look.base.rowwise:
         sources = [v for v in look.base.calls[value.call].values if any(look.on(v))]
         now, before = numbers(value), numbers(sources[0]) if len(sources) == 1 else None
         if now is None or before is None or now.shape != before.shape:
             break
-        if not (
-            torch.equal(before.to(now.dtype), now) and torch.equal(now.to(before.dtype), before)
+        now, before = now.sort(-1).values, before.sort(-1).values
+        if not torch.equal(before.to(now.dtype), now) or not torch.equal(
+            now.to(before.dtype), before
         ):
             break
         value = sources[0]
@@ -227,7 +227,7 @@ def _before_casts(look: Look, value: Value, numbers: Callable[[Value], Tensor | 
 
 
 def _query_rows(look: Look, value: Value) -> Rows:
-    value = _before_casts(look, value, lambda v: _by_query(look, v))
+    value = _as_made(look, value, lambda v: _by_query(look, v))
     if value.call > look.base.rowwise:
         raise LeafUnsupported("what scores read of the query is computed for it alone")
     return _rows(look, value)
@@ -241,33 +241,26 @@ def _rows(look: Look, value: Value) -> Rows:
     return Rows(value, dim, (*whole.shape[:dim], *whole.shape[dim + 1 :]), whole.dtype)
 
 
-def _fit(
-    leaf: Leaf, look: Look, scores: Value, queries: list[Value], key: Value
-) -> tuple[float, bool]:
+def _fit(leaf: Leaf, look: Look, scores: Value, rows: list[Rows], key: Value) -> tuple[float, bool]:
     """(scale, relu) with which the scores of random queries and keys are those of the formula."""
     record, dim = look.base, look.block_dim(key)
     assert dim is not None
-    numbers = sliced(record, scores, {*queries, key}.__contains__)
-    steps = tuple(
-        Step(n, c.function, c.arguments, c.spec) for n in numbers for c in [record.calls[n]]
-    )
-    program = Program(steps, scores)
-    read = {value for step in steps for value in step.arguments if isinstance(value, Value)}
-    known = {value: record[value] for value in read if value.call not in numbers}
+    program = _as_recorded(record, scores, key)
+    known = {v: record[v] for step in program.steps for v in step.arguments if isinstance(v, Value)}
     random = torch.Generator().manual_seed(0)
-    found, formulas = [], {True: [], False: []}
+    found: list[Tensor] = []
+    formulas: dict[bool, list[Tensor]] = {True: [], False: []}
     for _ in range(CHANGES):
-        for value in (*queries, key):
+        for value in (*(row.value for row in rows), key):
             drawn = torch.randn(record[value].shape, generator=random)
             known[value] = drawn.to(record[value])
-        scored = program.run(leaf.call.module, known, look.blocks)
+        found.append(program.run(leaf.call.module, known, look.blocks).flatten().double())
         keys = known[key].movedim(dim, 0).reshape(look.blocks, -1).double()
-        products = known[queries[0]].flatten().view(-1, keys.shape[1]).double() @ keys.t()
-        weights = known[queries[1]].flatten().double() if len(queries) > 1 else torch.ones(())
-        found.append(scored.flatten().double())
+        query, *weights = (row.flat(known[row.value])[look.tokens].double() for row in rows)
+        products = query.view(-1, keys.shape[1]) @ keys.t()
         for relu, formula in formulas.items():
             each = products.relu() if relu else products
-            formula.append((weights.to(each)[..., None] * each).sum(0))
+            formula.append((weights[0] @ each) if weights else each.sum(0))
     actual = torch.cat(found)
     for relu, formula in formulas.items():
         expected = torch.cat(formula)
@@ -277,9 +270,16 @@ def _fit(
             off = (actual - scale * expected).abs().max() / actual.abs().max()
             if scale > 0 and float(off) <= ROUNDING:
                 return scale, relu
-    raise LeafUnsupported(
-        "scores are no scaled sum of products of queries and keys, nor of their relu"
-    )
+    raise LeafUnsupported("scores are no scaled sum of products of queries and keys, nor of relu")
+
+
+def _as_recorded(record: Record, scores: Value, key: Value) -> Program:
+    """What makes the scores of the key and of what is computed of every token."""
+    steps = []
+    for number in sliced(record, scores, lambda value: value == key):
+        call = record.calls[number]
+        steps.append(Step(number, call.function, call.arguments, call.spec))
+    return Program(tuple(steps), scores)
 
 
 def _any_number(few: Look, many: Look, key: Value) -> Program:
@@ -292,8 +292,8 @@ def _any_number(few: Look, many: Look, key: Value) -> Program:
     steps = []
     for number in _made_of_rows(many, key):
         call, other = many.base.calls[number], few.base.calls[of_few[number]]
-        if writes(call.function):
-            raise LeafUnsupported(f"what makes the keys writes with {call.function.__name__}")
+        if not many.base.written.isdisjoint(call.values):
+            raise LeafUnsupported("what makes the keys is written into")
         if call.spec != other.spec:
             raise LeafUnsupported("keys of two blocks are not made as those of three are")
         merged = tuple(_merged(few, many, *pair) for pair in zip(other.arguments, call.arguments))

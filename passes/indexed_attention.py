@@ -133,7 +133,8 @@ def _selected(indexer: AnyIndexer, grafting: Grafting) -> fx.Node:
         grafting.notes.append(f"selection shared: {known.meta['path']}")
         return known
     if isinstance(indexer, BlockIndexer):
-        selected = select_blocks(indexer, unused_label, grafting)
+        selected = select_blocks(indexer, unused_label("index", grafting), grafting)
+        grafting.notes.append(indexer.note)
     else:
         selected = _by_rows(indexer, grafting)
     indexer.topk.meta["selected"] = selected

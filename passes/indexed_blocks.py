@@ -1,18 +1,18 @@
 """A module that selects blocks of tokens by a loop over queries -> a mask of what index_block_topk selects.
 
-    before   module_leaf([x [1, T, C], ..., mask [1, 1, T, T]]) -> [1, 1, T, T]:  the top-k of scores of whole blocks for
-             each query, and the tokens after the last whole block
-    after    what the module computes of every token; each block's key of windows of its tokens' rows; the operator
+    before   module_leaf([x [1, T, C], ..., mask [1, 1, T, T]]) -> [1, 1, T, T]:  for each query, the top-k of scores of
+             whole blocks, and the tokens after the last whole block
+    after    what the module computes of every token; each block's key, of a window of its tokens' rows; the operator
 
-How blocks are scored is read off runs of the module's own forward (passes/block_scores.py). That what it selects are the
-best blocks by these scores and the tokens after them, and nothing else, is measured on random rows against its own
-forward, at lengths around one block, two blocks, and more of them than are selected.
+How blocks are scored is read off runs of the module's own forward (passes/block_scores.py). That what it selects are
+the best blocks by these scores and the tokens after them, and nothing else, is measured on random rows against its own
+forward, at lengths around one block, two blocks, and more of them than are selected. Of equal scores any may be taken.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,21 +25,21 @@ from torch.utils import _pytree as pytree
 from regraft.kernels.causal_conv import causal_window
 from regraft.rewriter.attention_core import Core
 from regraft.rewriter.elements import Elements
-from regraft.rewriter.formulas import Cell, cases, condition, in_one_request, number
+from regraft.rewriter.formulas import Cell, cases, in_one_request, number
 from regraft.rewriter.graph import TOKENS, is_aten, shape_of
 from regraft.rewriter.indexing import Coordinates
 from regraft.rewriter.integers import ZERO, Expr, compare
 from regraft.rewriter.leaf_trace import LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
-from regraft.rewriter.masks import Relation, is_possible, read_relation, shorten
+from regraft.rewriter.masks import is_possible, shorten
 from regraft.rewriter.module_leaf import ModuleCall, Slot, is_module_leaf
 from regraft.rewriter.pattern import Declined, Grafting
 from regraft.rewriter.scores import Axes, is_masked
 
 from .block_leaf import Leaf
-from .block_scores import ROUNDING, Blocks, Rows, read_blocks
 from .block_program import Value
-from .decayed_linear import LeafCall, _with_numbers
+from .block_scores import ROUNDING, Blocks, Rows, read_blocks
+from .decayed_linear import _with_numbers
 from .expert_program import tensors_in
 from .indexed_scores import node_named
 from .leaf_copy import copy_leaf
@@ -68,6 +68,12 @@ class BlockIndexer:
     def topk(self) -> fx.Node:
         """The node that selects."""
         return self.leaf
+
+    @property
+    def note(self) -> str:
+        """What a reader of the report should know."""
+        how = "with weights at random" if self.looked_at.call is not self.call else "not proven"
+        return f"how the module scores and selects blocks was measured on its own runs, {how}"
 
 
 def find_blocks(core: Core, masked: float) -> tuple[Core, BlockIndexer] | Declined:
@@ -250,7 +256,7 @@ def _scores(indexer: BlockIndexer, rows: dict[int, Tensor]) -> Tensor:
     """[T, blocks] by the graphs that are to stand for the module."""
     blocks, parts = indexer.blocks, dict[Value, Tensor]()
     length = next(iter(rows.values())).shape[1]
-    computed = _run(indexer.rows, {i: row for i, row in rows.items()}, length)
+    computed = _run(indexer.rows, rows, length)
     widths = [part.width for part in blocks.computed]
     parts |= {r.value: part for r, part in zip(blocks.computed, computed.split(widths, 1))}
     parts |= {Value(-1, i): row[0] for i, row in rows.items()}
@@ -312,10 +318,8 @@ def _unlike(blocks: Blocks, seen: Tensor, scores: Tensor) -> str:
     )
 
 
-def select(
-    indexer: BlockIndexer, label: Callable[[str, Grafting], str], grafting: Grafting
-) -> fx.Node:
-    """[T, K] int32: the tokens that the module selects. `label` gives the name of a pool."""
+def select(indexer: BlockIndexer, pool_name: str, grafting: Grafting) -> fx.Node:
+    """[T, K] int32: the tokens that the module selects."""
     blocks, size = indexer.blocks, indexer.blocks.size
     parts = _parts(indexer, grafting)
     windows = {}
@@ -331,7 +335,7 @@ def select(
         aten.unflatten.int, parts[blocks.query.value], 1, [blocks.heads, blocks.key_width],
         shape=(TOKENS, blocks.heads, blocks.key_width), dtype=dtype,
     )  # fmt: skip
-    pool = grafting.row_pool(label("index", grafting), (blocks.key_width,), blocks.key_dtype)
+    pool = grafting.row_pool(pool_name, (blocks.key_width,), blocks.key_dtype)
     metadata = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
     return grafting.call(
         torch.ops.regraft.index_block_topk.default, query, key,

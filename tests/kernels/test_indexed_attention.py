@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from regraft.kernels.indexed_attention import (
+    blocks,
     gather,
+    index_block_topk,
     index_pool_topk,
     index_topk,
     indexed_attention,
@@ -150,6 +152,95 @@ def test_a_wrong_selection_is_noticed(change: dict[str, Any]) -> None:
     changes = {n: made[x](arguments[n]) if isinstance(x, str) else x for n, x in change.items()}
     with pytest.raises((AssertionError, RuntimeError)):
         check_topk(arguments, **changes)
+
+
+# ---- blocks
+
+
+def block_arguments(
+    case: Case, size: int, topk: int, relu: bool = True, weighed: bool = True
+) -> dict[str, Any]:
+    """Six index heads; a key for every token, of which those of a block's last token count."""
+    arguments = index_arguments(case, topk, relu)
+    del arguments["window"], arguments["chunk"]
+    if not weighed:
+        arguments["weights"] = None
+    return arguments | {"size": size}
+
+
+def check_blocks(arguments: dict[str, Any], **changes: Any) -> None:
+    theirs, mine = owned(arguments), owned(arguments) | changes
+    expected = naive.index_block_topk_naive(**theirs)
+    actual = index_block_topk(**mine)
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual, expected)
+    assert torch.equal(mine["cache"][1:].nan_to_num(7.0), theirs["cache"][1:].nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(("size", "topk"), [(2, 1), (4, 2), (3, 3), (4, 50)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_selects_the_blocks_that_naive_selects(batch: str, size: int, topk: int) -> None:
+    torch.manual_seed(0)
+    for relu in (True, False):
+        for weighed in (True, False):
+            check_blocks(block_arguments(BATCHES[batch], size, topk, relu, weighed))
+
+
+@pytest.mark.parametrize("limit", [1, 300])
+def test_blocks_in_pieces(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "_ELEMENTS", limit)
+    check_blocks(block_arguments(Case((70, 33, 1), (0, 9, 40), page_size=16), 4, 5))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_blocks_without_a_look_at_metadata(batch: str) -> None:
+    """The form of other devices, here on the CPU."""
+    arguments = block_arguments(BATCHES[batch], 3, 2)
+    expected = naive.index_block_topk_naive(**owned(arguments))
+    cache = arguments["cache"].clone()
+    cache.view(-1, cache.shape[2])[arguments["slot_mapping"]] = arguments["k"]
+    chosen = torch.full((len(expected), 2), -1, dtype=torch.int32)
+    seq, pos = select.places(*(arguments[n] for n in METADATA[:2]), len(expected))
+    blocks._by_token(
+        chosen, arguments["q"], arguments["weights"], cache, arguments["block_table"][seq], pos, 3, arguments["scale"],
+        True,
+    )  # fmt: skip
+    assert torch.equal(pools.tokens_of(chosen, pos, 3), expected)
+
+
+def test_of_equal_blocks_those_that_topk_takes() -> None:
+    """Of the scores of one head's relu, half are 0."""
+    case = Case((60,), (0,), page_size=4)
+    arguments = block_arguments(case, 2, 6, weighed=False)
+    arguments["q"] = arguments["q"][:, :1]
+    scores = arguments["scale"] * torch.relu(arguments["q"][:, 0] @ arguments["k"][1::2].t())
+    found = index_block_topk(**owned(arguments))[:, :12:2]
+    last = []
+    for token in range(13, 60):
+        best = scores[token, : (token + 1) // 2].topk(6)
+        assert found[token].tolist() == (2 * best.indices.sort().values).tolist()
+        last.append(float(best.values[-1]))
+    assert last.count(0.0) > 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 2},
+        {"topk": 3},
+        {"relu": False},
+        {"scale": -0.4},
+        {"weights": None},
+        {"k": "rolled"},
+    ],
+    ids=str,
+)
+def test_a_wrong_selection_of_blocks_is_noticed(change: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    arguments = block_arguments(BATCHES["continued"], 3, 2)
+    changes = {n: arguments[n].roll(1, 0) if x == "rolled" else x for n, x in change.items()}
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_blocks(arguments, **changes)
 
 
 # ---- pools
@@ -381,10 +472,25 @@ def test_pool_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -
         index_pool_topk(**(pool_arguments(Case((9,), (4,)), 3, 2) | changes))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"k": torch.zeros(9, 7)}, "index keys .* do not fit"),
+        ({"weights": torch.zeros(9, 7)}, "weights .* do not fit"),
+        ({"size": 1}, "at least two tokens"),
+        ({"topk": 0}, "selects nothing"),
+    ],
+)
+def test_block_arguments_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        index_block_topk(**(block_arguments(Case((9,), (4,)), 3, 2) | changes))
+
+
 def test_operators_say_what_they_write() -> None:
     for operator, arguments in (
         (torch.ops.regraft.index_topk.default, index_arguments(Case((9,), (4,)), 2)),
         (torch.ops.regraft.index_pool_topk.default, pool_arguments(Case((9,), (4,)), 3, 2)),
+        (torch.ops.regraft.index_block_topk.default, block_arguments(Case((9,), (4,)), 3, 2)),
         (torch.ops.regraft.indexed_attention.default, attention_arguments(Case((9,), (4,)), 2)),
         (torch.ops.regraft.indexed_latent_attention.default, latent_arguments(Case((9,), (4,)), 2)),
     ):

@@ -195,7 +195,8 @@ def test_equals_its_stateful_twin(case: Case) -> None:
 
 def test_every_operator_has_a_case() -> None:
     """Selections, which have no gradient, are tested in test_varlen_indexed.py."""
-    selections = {"regraft::index_topk", "regraft::index_pool_topk"}
+    names = ("index_topk", "index_pool_topk", "index_block_topk")
+    selections = {f"regraft::{name}" for name in names}
     assert {f"regraft::{make().name}" for make in cases().values()} == set(STATELESS) - selections
 
 

@@ -57,6 +57,16 @@ def test_pools(how: str) -> None:
     assert torch.equal(found, by_definition("index_pool_topk", given, 8))
 
 
+@pytest.mark.parametrize("how", ["best", "more than there are", "without relu"])
+@pytest.mark.parametrize("weighed", [True, False])
+def test_blocks(how: str, weighed: bool) -> None:
+    torch.manual_seed(1)
+    given = arguments(k=torch.randn(N, 4), size=3, **HOW[how])
+    given |= {} if weighed else {"weights": None}
+    found = call("index_block_topk", given)
+    assert torch.equal(found, by_definition("index_block_topk", given, 4))
+
+
 def test_of_equal_scores_the_first() -> None:
     given = arguments(k=torch.zeros(N, 4), window=0, chunk=0)
     found = call("index_topk", given)
@@ -73,6 +83,9 @@ def test_a_choice_has_no_gradient() -> None:
 def test_fakes() -> None:
     keys = arguments(k=torch.randn(N, 4), window=0, chunk=0)
     pools = arguments(rows=torch.randn(N, 8), bias=torch.randn(3, 4))
-    for name, given in (("index_topk", keys), ("index_pool_topk", pools)):
+    blocks = arguments(k=torch.randn(N, 4), size=3)
+    for name, given in (
+        ("index_topk", keys), ("index_pool_topk", pools), ("index_block_topk", blocks)
+    ):  # fmt: skip
         operator = STATELESS[f"regraft::{name}"].operator
         torch.library.opcheck(operator, tuple(given[a.name] for a in operator._schema.arguments))

@@ -1,4 +1,4 @@
-"""A minimal engine for tests: runs a rewritten graph over packed pieces of sequences, with pages full of NaN."""
+"""A minimal engine for tests: runs a rewritten graph over packed pieces of sequences, pages and states full of NaN."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ class Pages:
             for spec in served.rows:
                 shape = (self.num_pages, PAGE_SIZE, *spec.shape)
                 self.pools[spec.name] = torch.full(shape, float("nan"), dtype=spec.dtype)
+            for state in served.states:
+                shape = (len(self.lengths) + 1, *state.shape)
+                self.pools[state.name] = torch.full(shape, float("nan"), dtype=state.dtype)
 
     def metadata(self, pieces: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
         """For pieces (sequence, start, end) of one step."""
@@ -49,6 +52,7 @@ class Pages:
             "context_lens": torch.tensor([start for _, start, _ in pieces], dtype=torch.int32),
             "block_table": torch.tensor(table, dtype=torch.int32),
             "slot_mapping": torch.tensor(slots, dtype=torch.int64),
+            "state_slots": torch.tensor([1 + r for r, _, _ in pieces], dtype=torch.int64),
         }
 
 
