@@ -306,9 +306,10 @@ def _fake_pools(*args: Any, **kwargs: Any) -> Tensor:
 
 @torch.library.register_fake("regraft::index_block_topk")
 def _fake_blocks(*args: Any, **kwargs: Any) -> Tensor:
+    q, k, weights, cache = args[:4]
     size, topk = args[8:10]
-    _check_blocks(*args[:4], size, topk)
-    return args[0].new_empty(args[0].shape[0], topk * size + size - 1, dtype=torch.int32)
+    _check_blocks(q, k, weights, cache, size, topk)
+    return q.new_empty(q.shape[0], topk * size + size - 1, dtype=torch.int32)
 
 
 @torch.library.register_fake("regraft::indexed_attention")
@@ -343,7 +344,8 @@ def _run_pools(*args: Any, **kwargs: Any) -> Tensor:
 
 @torch.library.impl("regraft::index_block_topk", ("cpu", "cuda"))
 def _run_blocks(*args: Any, **kwargs: Any) -> Tensor:
-    _check_blocks(*args[:4], *args[8:10])
+    q, k, weights, cache = args[:4]
+    _check_blocks(q, k, weights, cache, args[8], args[9])
     return index_block_topk_torch(*args, **kwargs)
 
 

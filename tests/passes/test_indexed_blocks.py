@@ -109,10 +109,15 @@ def grafted(model: nn.Module) -> Rewriting:
     return rewrite(capture(model), PASSES, fallback="refuse")
 
 
+@functools.cache
+def served_toy() -> tuple[ToyLM, Rewriting]:
+    model = toy(Selector())
+    return model, grafted(model)
+
+
 def test_selected_blocks() -> None:
     """Served from keys, values, a key a block in the row of its last token, and a state of the open block's rows."""
-    model = toy(Selector())
-    rewriting = grafted(model)
+    model, rewriting = served_toy()
     (served,) = rewriting.served
     assert served.operator == "regraft::indexed_attention"
     assert "the 2 best blocks of 3 by index score" in served.mask
@@ -196,9 +201,7 @@ def of_this_step(*arguments: Tensor) -> Tensor:
 
 def test_mutants_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of other rows than the last of each block, blocks one too few, the worst of them, no relu, no open block."""
-    model = toy(Selector())
-    rewriting = grafted(model)
-    check_served(model, rewriting)
+    model, rewriting = served_toy()
     with monkeypatch.context() as patch:
         patch.setattr(block_kernel, "_keys", first_rows)
         with pytest.raises(AssertionError):
