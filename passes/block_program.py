@@ -22,7 +22,7 @@ from regraft.rewriter.leaf_shapes import Affine
 from regraft.rewriter.leaves import LeafUnsupported
 
 from .block_leaf import TOPK, Leaf
-from .expert_program import _named_tensors, tensors_in
+from .expert_program import named_tensors, tensors_in
 
 COUNTING = (
     torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere, torch.masked_select, Tensor.masked_select,
@@ -154,7 +154,7 @@ class Record(TorchFunctionMode):
         super().__init__()
         self.given = given
         self.calls: list[Call] = []
-        self.known: dict[int, Any] = {id(t): Held(n) for n, t in _named_tensors(leaf.call.module)}
+        self.known: dict[int, Any] = {id(t): Held(n) for n, t in named_tensors(leaf.call.module)}
         self.known |= {id(tensor): Value(-1, i) for i, tensor in enumerate(given)}
         self.written: set[Any] = set()
         """Values that a call has changed."""

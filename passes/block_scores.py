@@ -109,7 +109,7 @@ class Blocks:
     """Of blocks of `size` tokens the `count` best are selected, scored as the head of this file says.
 
     The query is [heads, width] a token, weights [heads]. `key` makes keys of the sources' rows, with the blocks in
-    dimension `key_dim`. Values are numbered as in `record`.
+    dimension `key_dim`. Values are numbered by the calls of `functions`.
     """
 
     size: int
@@ -123,7 +123,7 @@ class Blocks:
     sources: tuple[Rows, ...]
     scale: float
     relu: bool
-    record: Record
+    functions: tuple[Callable[..., Any], ...]
 
     @property
     def heads(self) -> int:
@@ -157,6 +157,7 @@ def read_blocks(leaf: Leaf) -> Blocks:
     found = _by_block(many, key)
     if found is None:
         raise LeafUnsupported("what scores read of the blocks is no key of each")
+    # the weights of heads are fewer than their queries
     rows = sorted((_query_rows(many, value) for value in queries), key=lambda row: -row.width)
     width, widths = found.shape[1], [row.width for row in rows]
     heads = widths[0] // width if widths else 0
@@ -173,7 +174,7 @@ def read_blocks(leaf: Leaf) -> Blocks:
     assert block_dim is not None
     return Blocks(
         size, count, rows[0], rows[1] if len(rows) > 1 else None, program, block_dim, width, found.dtype, sources,
-        scale, relu, many.base,
+        scale, relu, tuple(call.function for call in many.base.calls),
     )  # fmt: skip
 
 

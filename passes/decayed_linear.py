@@ -83,7 +83,7 @@ def pattern(region: Region) -> LeafCall | Declined:
 
 def check(found: LeafCall) -> Plan | Declined:
     """One scan in it and nothing else that mixes, of rows only, and the same over several blocks."""
-    call = _with_numbers(found.call, only_buffers=True)
+    call = with_numbers(found.call, only_buffers=True)
     plan = _look(found, call)
     if isinstance(plan, Declined):
         return plan
@@ -103,8 +103,11 @@ def check(found: LeafCall) -> Plan | Declined:
     return plan
 
 
-def _with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:
-    """A call of a module without weights, as one of a copy that has the model's own buffers; any other as it is."""
+def with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:
+    """A call of a module without weights, as one of a copy that has the model's own buffers; any other as it is.
+
+    With `only_buffers` its weights are zeros, else drawn as the model draws them.
+    """
     if call.initialise is None or not on_meta(call.module):
         return call
     module = initialised(call.module, call.initialise, only_buffers=only_buffers)
@@ -145,7 +148,7 @@ def _difference_at_random(plan: Plan) -> float:
     kind = f"{captured.max_tokens} {shapes} {captured.graph}"
     measured = _MEASURED.setdefault(type(plan.found.call.module), {})
     if kind not in measured:
-        drawn = _look(plan.found, _with_numbers(plan.found.call, only_buffers=False))
+        drawn = _look(plan.found, with_numbers(plan.found.call, only_buffers=False))
         measured[kind] = float("nan") if isinstance(drawn, Declined) else difference(drawn)
     return measured[kind]
 

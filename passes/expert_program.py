@@ -153,7 +153,7 @@ class _Recorder(TorchFunctionMode):
         self.pairs = _Pairs(weights.shape[1])
         self.shape = x.shape
         self.known: dict[int, Value | Held] = {
-            id(tensor): Held(name) for name, tensor in _named_tensors(call.module)
+            id(tensor): Held(name) for name, tensor in named_tensors(call.module)
         }
         self.zeros: set[int] = set()
         self.summed: set[Value | Held | None] = set()
@@ -258,7 +258,8 @@ class _Recorder(TorchFunctionMode):
         return LeafUnsupported(f"{self.path} {what}")
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a module and its children hold, by its name from there."""
     names = {id(owner): name for name, owner in module.named_modules()}
     for owner, name, tensor in owned_tensors(module):
         yield f"{names[id(owner)]}.{name}".lstrip("."), tensor

@@ -147,6 +147,7 @@ class Choosing(TorchFunctionMode):
     def __init__(self, text: Chosen, ties: Ties) -> None:
         super().__init__()
         self._left = iter(text.choices)
+        self._queries: Iterator[Tensor] = iter(())
         self._length = len(text.tokens)
         self._ties = ties
 
@@ -156,15 +157,40 @@ class Choosing(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
             return result
-        pieces = next(self._left, None)
-        if pieces is None:
-            raise ChoicesUnknown("the model chooses more often than the graph")
-        return self._chosen(args[0], result, torch.cat(pieces))
+        if args[0].dim() == 1:
+            return self._of_one_query(args[0], result)
+        self._no_query_left()
+        return self._chosen(args[0], result, self._next())
 
     def finish(self) -> None:
         """Raises ChoicesUnknown if the pass has chosen less often than the graph."""
+        self._no_query_left()
         if next(self._left, None) is not None:
             raise ChoicesUnknown("the graph chooses more often than the model")
+
+    def _next(self) -> Tensor:
+        pieces = next(self._left, None)
+        if pieces is None:
+            raise ChoicesUnknown("the model chooses more often than the graph")
+        return torch.cat(pieces)
+
+    def _no_query_left(self) -> None:
+        if next(self._queries, None) is not None:
+            raise ChoicesUnknown("the model chooses for fewer queries than the graph")
+
+    def _of_one_query(self, scores: Tensor, own: Any) -> Any:
+        """A loop over queries, in order: those for which nothing was chosen have nothing to choose from."""
+        query = next(self._queries, None)
+        if query is None:
+            rows = self._next()
+            self._queries = (row[row >= 0] for row in rows if bool((row >= 0).any()))
+            query = next(self._queries, None)
+        if query is None or query.shape != own.indices.shape:
+            raise ChoicesUnknown(f"the model chooses {[*own.indices.shape]} for a query")
+        indices = query.long()
+        values = scores[indices]
+        self._compare(scores, own, indices, values)
+        return type(own)((values, indices))
 
     def _chosen(self, scores: Tensor, own: Any, given: Tensor) -> Any:
         """The given indices, and their scores; the model's own where less is to be had than asked for."""

@@ -82,6 +82,31 @@ def test_where_less_is_chosen_than_asked_for_the_own_choice_stands() -> None:
     assert ties.differing == 0
 
 
+def test_choices_in_a_loop_over_queries() -> None:
+    """The first query has nothing to choose from, the second less than the others."""
+    text, ties = chosen([-1, -1], [0, -1], [0, 2], [2, 3]), Ties()
+    with Choosing(text, ties) as choosing:
+        found = [SCORES[0, :n].topk(min(2, n), 0).indices.tolist() for n in (1, 3, 4)]
+    choosing.finish()
+    assert found == [[0], [0, 2], [2, 3]]
+    assert (ties.chosen, ties.differing) == (3, 2)
+    assert ties.widest == pytest.approx(2.0 / 4)
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (1, 3, 4, 4), (2, 3, 4)])
+def test_choices_of_other_queries(lengths: tuple[int, ...]) -> None:
+    """Fewer queries than in the graph, more, and one that chooses more."""
+    with pytest.raises(ChoicesUnknown):
+        choose_of_beginnings(chosen([0, -1], [0, 2], [2, 3]), lengths)
+
+
+def choose_of_beginnings(text: Chosen, lengths: tuple[int, ...]) -> None:
+    with Choosing(text, Ties()) as choosing:
+        for n in lengths:
+            SCORES[0, :n].topk(min(2, n), 0)
+    choosing.finish()
+
+
 @pytest.mark.parametrize(
     ("text", "topks"),
     [(chosen([1, 3], [2, 3]), 2), (chosen([1, 3], [2, 3]), 0), (chosen([1, 3]), 1), (chosen([1], [2]), 1)],

@@ -386,6 +386,13 @@ def test_what_is_looked_at_is_accepted() -> None:
     assert not any(isinstance(outcome, Declined) for outcome in outcomes(captured_toy()[1]))
 
 
+def test_more_blocks_than_short_texts_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many are selected shows over a longer text, in which the last query alone sees keys."""
+    monkeypatch.setitem(globals(), "TOPK", 30)
+    (outcome,) = outcomes(captured_toy()[1])
+    assert outcome.indexer.blocks.count == 30
+
+
 def in_window(mask: Tensor, selected: Tensor) -> Tensor:
     index = torch.arange(mask.shape[-1])
     return mask & selected & (index[:, None] - index < 6)
