@@ -146,7 +146,9 @@ class Choosing(TorchFunctionMode):
 
     def __init__(self, text: Chosen, ties: Ties) -> None:
         super().__init__()
-        self._left = iter(text.choices)
+        chosen = (torch.cat(pieces) for pieces in text.choices)
+        # of too short a text no block is whole, and a loop over queries chooses nothing
+        self._left = (rows for rows in chosen if not rows.numel() or bool((rows >= 0).any()))
         self._queries: Iterator[Tensor] = iter(())
         self._length = len(text.tokens)
         self._ties = ties
@@ -169,10 +171,10 @@ class Choosing(TorchFunctionMode):
             raise ChoicesUnknown("the graph chooses more often than the model")
 
     def _next(self) -> Tensor:
-        pieces = next(self._left, None)
-        if pieces is None:
+        rows = next(self._left, None)
+        if rows is None:
             raise ChoicesUnknown("the model chooses more often than the graph")
-        return torch.cat(pieces)
+        return rows
 
     def _no_query_left(self) -> None:
         if next(self._queries, None) is not None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 import regraft
 from regraft.kernels.indexed_attention import gather, select
-from regraft.rewriter.choices import NEAR, ChoicesUnknown, Choosing, Chosen, Ties
-from regraft.rewriter.validate import Validation
-from tests.families.models import build
-from tests.families.served import wrap
+from regraft.rewriter.choices import NEAR, ChoicesUnknown, Choosing, Chosen, Ties, watching
+from regraft.rewriter.validate import Validation, reference_logits
+from tests.families.models import FAMILIES, build
+from tests.families.served import worst, wrap
 
 
 @functools.cache
@@ -28,6 +28,25 @@ def test_choices_on_near_scores_pass() -> None:
     assert 0 < found.ties.widest <= NEAR[torch.bfloat16]
     assert "fell otherwise, on scores at most" in str(found)
     assert found.mean_kl < 2e-3
+
+
+@pytest.mark.slow
+def test_choices_for_each_query_in_turn() -> None:
+    """A model whose indexer is a loop over queries, made to choose what the graph did token by token."""
+    model, family = build("qwen4_exp", torch.bfloat16), FAMILIES["qwen4_exp"]
+    served, ties = wrap(model), Ties()
+    texts = [family.prompt(n, seed=n).tolist() for n in (60, 3, 33, 90)]
+    with watching(served.model, texts) as noted:
+        logits = served.score(texts, schedule="decode")
+    expected = []
+    for text in noted:
+        with Choosing(text, ties) as choosing:
+            expected += reference_logits(model, [text.tokens])
+        choosing.finish()
+    assert 0 < ties.differing < ties.chosen / 20
+    assert 0 < ties.widest <= NEAR[torch.bfloat16]
+    alone = worst(logits, reference_logits(model, texts))
+    assert worst(logits, expected) < alone / 4
 
 
 def check_failed(found: Validation) -> None:
@@ -91,6 +110,10 @@ def test_choices_in_a_loop_over_queries() -> None:
     assert found == [[0], [0, 2], [2, 3]]
     assert (ties.chosen, ties.differing) == (3, 2)
     assert ties.widest == pytest.approx(2.0 / 4)
+
+
+def test_a_text_without_a_choice() -> None:
+    choose_of_beginnings(chosen([-1, -1], [-1, -1]), ())
 
 
 @pytest.mark.parametrize("lengths", [(1, 3), (1, 3, 4, 4), (2, 3, 4)])
