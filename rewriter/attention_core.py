@@ -56,26 +56,45 @@ class Core:
     softmax: fx.Node
 
 
-def find_core(closer: fx.Node) -> Core | Declined:
-    """The attention that ends in `closer`, or why there is none."""
-    if is_aten(closer, "scaled_dot_product_attention"):
+@dataclass(frozen=True)
+class Keys:
+    """Some of the `total` keys that a softmax is over: the `count` keys from number `first` on."""
+
+    first: Expr
+    count: Expr
+    total: Expr
+
+
+TOKENS_ALONE = Keys(ZERO, TOKENS, TOKENS)
+
+
+def find_core(closer: fx.Node, keys: Keys = TOKENS_ALONE) -> Core | Declined:
+    """The attention that ends in `closer`, or why there is none.
+
+    What is found is said of `keys`, by default each token's: `axes.k` counts them.
+    """
+    if is_aten(closer, "scaled_dot_product_attention") and keys == TOKENS_ALONE:
         return _fused_core(closer)
     if is_product(closer) and not is_aten(closer, "baddbmm"):
-        return _product_core(closer)
+        return _product_core(closer, keys)
     return Declined("no attention: tokens are not mixed by a product with values", closer)
 
 
 Frame = tuple[Layout, Axes, Index, Coordinates]
 
 
-def _frame(closer: fx.Node, token_dim: int, width_dim: int) -> Frame | Declined:
+def _frame(
+    closer: fx.Node, token_dim: int, width_dim: int, keys: Keys = TOKENS_ALONE
+) -> Frame | Declined:
     """The layout of the result, the indices, and the result's coordinates as functions of them."""
     sizes = sizes_of(closer)
     head_dims = tuple(dim for dim in range(len(sizes)) if dim not in (token_dim, width_dim))
     if sizes[token_dim] != TOKENS or not all(sizes[d].is_Integer for d in (*head_dims, width_dim)):
         return Declined(f"the result has no rows of heads: its shape is {sizes}", closer)
     layout = Layout(token_dim, width_dim, head_dims, tuple(int(sizes[dim]) for dim in head_dims))
-    axes = Axes(Index("h", math.prod(layout.head_sizes)), Index("q", TOKENS), Index("k", TOKENS))
+    axes = Axes(
+        Index("h", math.prod(layout.head_sizes)), Index("q", TOKENS), Index("k", keys.count)
+    )
     feature = Index("d", sizes[width_dim])
     place: list[Expr] = [ZERO] * len(sizes)
     place[token_dim], place[width_dim] = axes.q, feature
@@ -129,22 +148,24 @@ def _fused_score(closer: fx.Node, product: Cell, batch: Coordinates, axes: Axes)
     return score
 
 
-def _product_core(closer: fx.Node) -> Core | Declined:
+def _product_core(closer: fx.Node, keys: Keys) -> Core | Declined:
     of_weights, of_values = own_dims(closer)
     if not any(sizes_of(closer)[dim] == TOKENS for dim in of_weights):
         of_weights, of_values = of_values, of_weights
     token_dims = [dim for dim in of_weights if sizes_of(closer)[dim] == TOKENS]
     if len(token_dims) != 1 or len(of_values) != 1:
         return Declined("no attention: one dimension of queries and one of values expected", closer)
-    found = _frame(closer, token_dims[0], of_values[0])
+    found = _frame(closer, token_dims[0], of_values[0], keys)
     if isinstance(found, Declined):
         return found
     layout, axes, value_feature, place = found
     product = multiplied(closer, place, "k")
-    if product is None or product[2] != axes.k:
+    if product is None or product[2].size != keys.total:
         return Declined("no attention: nothing is summed over keys", closer)
-    weights, values = sorted(product[:2], key=lambda element: axes.q not in element[1])
-    softmax = _find_softmax(Elements(closer.graph), closer, *weights, axes)
+    key = {product[2]: keys.first + axes.k}
+    elements = [(node, tuple(c.xreplace(key) for c in at)) for node, at in product[:2]]
+    weights, values = sorted(elements, key=lambda element: axes.q not in element[1])
+    softmax = _find_softmax(Elements(closer.graph), closer, *weights, axes, keys)
     if isinstance(softmax, Declined):
         return softmax
     score, beside, node = softmax
@@ -156,7 +177,12 @@ Softmax = tuple[Value, Value | None, fx.Node]
 
 
 def _find_softmax(
-    elements: Elements, closer: fx.Node, weights: fx.Node, place: Coordinates, axes: Axes
+    elements: Elements,
+    closer: fx.Node,
+    weights: fx.Node,
+    place: Coordinates,
+    axes: Axes,
+    keys: Keys,
 ) -> Softmax | Declined:
     """The scores of which the weight at `place` is the softmax over keys, and the node that normalises."""
     weight = number(elements.at(weights, place))
@@ -165,7 +191,7 @@ def _find_softmax(
         node, at = _node_of(closer.graph, weight), weight.args[1:]
         if is_aten(node, "softmax", "_softmax", "_safe_softmax"):
             dim = arguments(node)[1] % len(at)
-            return _columns(elements, node, arguments(node)[0], at, dim, axes)
+            return _columns(elements, node, arguments(node)[0], at, dim, axes, keys)
         return Declined("no attention: the weights of the values are no softmax", node)
     exponential = [
         factor for factor in sympy.Mul.make_args(weight) if isinstance(factor, sympy.exp)
@@ -178,16 +204,16 @@ def _find_softmax(
     if len(exponential) == 1 and len(total) == 1 and exponential[0] / total[0] == weight:
         node = _node_of(closer.graph, total[0])
         if is_aten(node, "sum") and len(arguments(node)[1]) == 1:
-            return _summed(elements, node, total[0].args[1:], exponential[0], axes)
+            return _summed(elements, node, total[0].args[1:], exponential[0], axes, keys)
     return Declined(f"no attention: the weights of the values are {shorten(weight)}", weights)
 
 
 def _columns(
-    elements: Elements, node: fx.Node, scores: fx.Node, at: Coordinates, dim: int, axes: Axes
-) -> Softmax | Declined:
+    elements: Elements, node: fx.Node, scores: fx.Node, at: Coordinates, dim: int, axes: Axes, keys: Keys
+) -> Softmax | Declined:  # fmt: skip
     """Scores of the keys and of the column beside them, from a softmax over dimension `dim` of `scores`."""
-    offset = sympy.expand(at[dim] - axes.k)
-    others = sizes_of(scores)[dim] - TOKENS
+    offset = sympy.expand(at[dim] - keys.first - axes.k)
+    others = sizes_of(scores)[dim] - keys.total
     if not offset.is_Integer or not others.is_Integer or offset < 0 or others < offset:
         return Declined("no attention: the softmax is not over keys", node)
     if others > MAX_COLUMNS_BESIDE:
@@ -198,19 +224,19 @@ def _columns(
 
     beside = None
     if others == 1:
-        beside = column(ZERO if offset == 1 else TOKENS)
-    return column(axes.k + offset), beside, node
+        beside = column(ZERO if offset == 1 else keys.total)
+    return column(keys.first + axes.k + offset), beside, node
 
 
 def _summed(
-    elements: Elements, node: fx.Node, at: Coordinates, exponential: Expr, axes: Axes
+    elements: Elements, node: fx.Node, at: Coordinates, exponential: Expr, axes: Axes, keys: Keys
 ) -> Softmax | Declined:
     """A softmax spelled `exp(x) / exp(x).sum()`."""
     terms = arguments(node)[0]
     dim = arguments(node)[1][0] % len(sizes_of(terms))
     keeps = bool(argument(node, 2, "keepdim", False))
-    place = (*at[:dim], axes.k, *at[dim + 1 if keeps else dim :])
-    found = _columns(elements, node, terms, place, dim, axes)
+    place = (*at[:dim], keys.first + axes.k, *at[dim + 1 if keeps else dim :])
+    found = _columns(elements, node, terms, place, dim, axes, keys)
     if isinstance(found, Declined):
         return found
     if found[0] != exponential:

@@ -63,21 +63,35 @@ def field_of(name: str, reach: Reach) -> str:
 
 @dataclass(frozen=True)
 class RowSpec:
-    """One cache row per token: pool tensor `[num_pages, page_size, *shape]` of `dtype`.
+    """One cache row per token, or per `every` tokens: pool tensor `[num_pages, rows of a page, *shape]` of `dtype`.
 
     `name` is unique in the model: module path, a colon, and the operator's name for it ("model.layers.3.self_attn:k").
-    Rows of one `reach` share pages.
+    Rows of one `reach` share pages. A row of several tokens lies in the page of the last one.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     reach: Reach = EVERYTHING
+    every: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per token."""
+        """Bytes per token, rounded up, in pages of at least `every` tokens."""
+        return -(-self.row_bytes // self.every)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def pool_shape(self, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Of the pool with pages of `page_size` tokens: as many rows a page as may end in one."""
+        return (num_pages, -(-page_size // self.every), *self.shape)
+
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes of one page of `page_size` tokens."""
+        return -(-page_size // self.every) * self.row_bytes
 
 
 def reaches_of(rows: Iterable[RowSpec]) -> tuple[Reach, ...]:

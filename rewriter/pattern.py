@@ -90,10 +90,15 @@ class Grafting:
         return self._input(field_of(name, reach))
 
     def row_pool(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, reach: Reach = EVERYTHING
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        reach: Reach = EVERYTHING,
+        every: int = 1,
     ) -> fx.Node:
-        """Declare a row per token, never read beyond its reach, and get the placeholder of its pool."""
-        spec = RowSpec(f"{self.region.path}:{name}", tuple(shape), dtype, reach)
+        """Declare a row per `every` tokens, never read beyond its reach, and get the placeholder of its pool."""
+        spec = RowSpec(f"{self.region.path}:{name}", tuple(shape), dtype, reach, every)
         self.row_specs.append(spec)
         return self._input(spec.name)
 

@@ -48,18 +48,17 @@ class Capacity:
 
 def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     """Sizes the pools of `model`. ValueError if the memory is too small for one page."""
-    row_bytes = _row_bytes(model)
-    token_bytes = sum(row_bytes.values())
-    state_bytes = sum(state.num_bytes for state in model.states)
     page_size = config.page_size if model.rows else 0
+    page_bytes = _page_bytes(model, page_size)
+    state_bytes = sum(state.num_bytes for state in model.states)
     checkpoints = _most_checkpoints(config) if state_bytes else 0
     if config.cache_tokens is not None:
         num_pages = 1 + -(-config.cache_tokens // page_size) if page_size else 1
-        pages = _pages_by_reach(num_pages, row_bytes, config)
+        pages = _pages_by_reach(num_pages, page_bytes, config)
         return Capacity(pages, page_size, 1 + config.max_requests, checkpoints)
     budget = _budget(config, model.device)
     # States of recurrent models are large: they may take half of what they share with rows.
-    share = budget // 2 if token_bytes else budget
+    share = budget // 2 if page_size else budget
     num_slots = 1 + config.max_requests
     if state_bytes:
         # Of that, checkpoints may take half, and what requests leave.
@@ -69,36 +68,37 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     num_pages = 1
     if page_size:
         states = (num_slots + checkpoints) * state_bytes
-        num_pages = _most_pages(budget - states, row_bytes, config)
+        num_pages = _most_pages(budget - states, page_bytes, config)
         if model.max_positions is not None:
             longest = -(-model.max_positions // page_size)
             num_pages = min(num_pages, 1 + config.max_requests * longest)
     if num_slots < 2 or (page_size and num_pages < 2):
+        token_bytes = sum(row.num_bytes for row in model.rows)
         raise ValueError(
             f"{budget} bytes hold no request (a token takes {token_bytes} bytes, a request "
             f"{state_bytes} more): raise memory_fraction={config.memory_fraction} or free memory"
         )
-    pages = _pages_by_reach(num_pages, row_bytes, config)
+    pages = _pages_by_reach(num_pages, page_bytes, config)
     return Capacity(pages, page_size, num_slots, checkpoints)
 
 
-def _row_bytes(model: RewrittenModel) -> dict[Reach, int]:
-    """Bytes per token of the rows of each reach."""
+def _page_bytes(model: RewrittenModel, page_size: int) -> dict[Reach, int]:
+    """Bytes per page of the rows of each reach."""
     return {
-        reach: sum(row.num_bytes for row in model.rows if row.reach == reach)
+        reach: sum(row.page_bytes(page_size) for row in model.rows if row.reach == reach)
         for reach in reaches_of(model.rows)
     }
 
 
 def _pages_by_reach(
-    num_pages: int, row_bytes: Mapping[Reach, int], config: EngineConfig
+    num_pages: int, page_bytes: Mapping[Reach, int], config: EngineConfig
 ) -> dict[Reach, int]:
     """Pages of each pool where there are `num_pages` for rows that reach back to the start.
 
     No more for a bounded reach than all requests together can hold; with a prefix cache as many again, to be kept.
     """
-    pages = dict.fromkeys(row_bytes, num_pages)
-    for reach in row_bytes:
+    pages = dict.fromkeys(page_bytes, num_pages)
+    for reach in page_bytes:
         if reach.size and num_pages > 1:
             size = config.page_size
             a_request = most_pages(reach, 1, size) + 1
@@ -107,14 +107,14 @@ def _pages_by_reach(
     return pages
 
 
-def _most_pages(budget: int, row_bytes: Mapping[Reach, int], config: EngineConfig) -> int:
+def _most_pages(budget: int, page_bytes: Mapping[Reach, int], config: EngineConfig) -> int:
     """The largest number of pages, for rows that reach back to the start, with which all pools fit into the budget."""
 
     def fits(num_pages: int) -> bool:
-        pages = _pages_by_reach(num_pages, row_bytes, config)
-        return sum(pages[reach] * row_bytes[reach] for reach in pages) * config.page_size <= budget
+        pages = _pages_by_reach(num_pages, page_bytes, config)
+        return sum(pages[reach] * page_bytes[reach] for reach in pages) <= budget
 
-    low, high = 0, 1 + max(0, budget) // (config.page_size * min(row_bytes.values()))
+    low, high = 0, 1 + max(0, budget) // min(page_bytes.values())
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -97,7 +97,7 @@ class CompiledProgram:
 
     @torch.no_grad()
     def _warm_up(self, model: GraphModel, pools: Mapping[str, torch.Tensor]) -> None:
-        page_size = next((pools[row.name].shape[1] for row in model.rows), 1)
+        page_size = max((pools[row.name].shape[1] for row in model.rows), default=1)
         taken = {size for pool in pools.values() for size in pool.shape[:1]}
         batches = [{**_scratch(sizes, page_size, model, taken), **pools} for sizes in _SIZES]
         varying = self._varying(batches)

@@ -52,7 +52,7 @@ class RewrittenModel(Protocol):
 
 
 class Runner:
-    """A model with its pools: rows [pages, page_size, *shape], states [num_slots + num_checkpoints, *shape].
+    """A model with its pools: rows [pages, rows of a page, *shape], states [num_slots + num_checkpoints, *shape].
 
     `config` says whether its graph is compiled and whether decode steps are CUDA graphs; without one, neither.
     `notes` gets a line on each part of the model that is left out of them.
@@ -68,7 +68,7 @@ class Runner:
         self.model = model
         self.pools: dict[str, torch.Tensor] = {}
         for row in model.rows:
-            shape = (capacity.pages[row.reach], capacity.page_size, *row.shape)
+            shape = row.pool_shape(capacity.pages[row.reach], capacity.page_size)
             self.pools[row.name] = _zeros(shape, row.dtype, model.device)
         for state in model.states:
             shape = (capacity.num_slots + capacity.num_checkpoints, *state.shape)

@@ -89,6 +89,22 @@ def test_capacity_from_memory(monkeypatch):
         plan_capacity(EngineConfig(page_size=10), model)
 
 
+@pytest.mark.parametrize(("page_size", "rows"), [(16, 1), (128, 1), (129, 2), (256, 2)])
+def test_rows_of_several_tokens(page_size, rows, monkeypatch):
+    """A page has as many as may end in it."""
+    entries = RowSpec("e", (25,), torch.float32, every=128)
+    assert entries.pool_shape(7, page_size) == (7, rows, 25)
+    assert entries.page_bytes(page_size) == 100 * rows
+    assert entries.num_bytes == 1
+    model = ToyModel(max_positions=None)
+    model.rows, model.states = (RowSpec("r", (1,), torch.float32), entries), ()
+    monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 100_000)
+    config = EngineConfig(memory_fraction=0.5, page_size=page_size, max_requests=1000)
+    planned = plan_capacity(config, model)
+    assert planned.pages[Reach()] == 50_000 // (4 * page_size + 100 * rows)
+    assert Runner(model, planned).pools["e"].shape == (planned.pages[Reach()], rows, 25)
+
+
 def test_room_for_checkpoints(monkeypatch):
     monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 100_000)
     model = ToyModel(max_positions=None)
