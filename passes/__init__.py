@@ -6,6 +6,7 @@ from regraft.passes import (
     attention,
     causal_conv,
     causal_window,
+    compressed_attention,
     decayed_linear,
     delta_rule,
     expert_loop,
@@ -26,6 +27,7 @@ PIPELINE: tuple[Pass | GraphPass, ...] = (
     experts.PASS,  # weights gathered per token -> rows sorted by expert
     length_switch.PASS,  # rope chosen by the row's length -> chosen by each request's
     positions.PASS,  # arange(T) -> position in the request
+    compressed_attention.PASS,  # softmax over a window of rows and one entry for each window before -> over both
     indexed_attention.PASS,  # softmax over keys that an indexer's top-k selects -> attention over the selected rows
     latent_attention.PASS,  # keys and values linear in one low-rank row -> attention over the row itself
     attention.PASS,  # softmax over keys -> paged_attention

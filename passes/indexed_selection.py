@@ -48,7 +48,7 @@ def find_selection(core: Core, masked: float = MASKED) -> tuple[Core, Indexer] |
     if len(scattered) != 1:
         return Declined(f"the mask is made of {len(scattered)} selections", core.closer)
     ((cell, scatter),) = scattered.items()
-    values = _two_values(scatter, cell)
+    values = two_values(scatter, cell)
     if isinstance(values, Declined):
         return values
     chosen, left_out = (core.score.xreplace({cell: value}) for value in values)
@@ -65,7 +65,7 @@ def find_selection(core: Core, masked: float = MASKED) -> tuple[Core, Indexer] |
     return replace(core, score=chosen), indexer
 
 
-def _two_values(scatter: fx.Node, cell: Expr) -> tuple[Expr, Expr] | Declined:
+def two_values(scatter: fx.Node, cell: Expr) -> tuple[Expr, Expr] | Declined:
     """The tensor's value where something was scattered to, and elsewhere: constants that differ."""
     base, _, _, value = arguments(scatter)[:4]
     elsewhere = number(Elements(scatter.graph).at(base, cell.args[1:]))

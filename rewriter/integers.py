@@ -235,9 +235,24 @@ def is_nonnegative(e: Expr) -> bool:
         return bool(e >= 0)
     if e.free_symbols != {TOKENS} or e.has(sympy.Function, sympy.Max, sympy.Min):
         low, _ = bounds(e)
+        if low == e:
+            low = _below_parts_of_tokens(e)
         return low is not None and low != e and is_nonnegative(low)
     above_one = sympy.Poly(e.xreplace({TOKENS: TOKENS + 1}), TOKENS)
     return all(c >= 0 for c in above_one.coeffs())
+
+
+def _below_parts_of_tokens(e: Expr) -> Bound:
+    """The expression with a lower limit in the place of each multiple of `floor(TOKENS / n)`, which is in 0..TOKENS/n."""
+    for part in e.atoms(Quotient):
+        factor = sympy.expand(e).coeff(part)
+        rest = sympy.expand(e - factor * part)
+        if part.args[0] != TOKENS or not part.args[1].is_Integer or rest.has(part):
+            return None
+        if not factor.is_number:
+            return None
+        e = rest if factor >= 0 else rest + factor * TOKENS / part.args[1]
+    return e
 
 
 def _is_positive(e: Expr) -> bool:

@@ -1,4 +1,4 @@
-"""Sums of products over one index: matmul, bmm, baddbmm and einsum as the same thing."""
+"""Sums of products over one index: matmul, bmm, baddbmm, einsum, and a sum of elementwise products as the same thing."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def multiplied(node: fx.Node, place: Coordinates, name: str) -> Product | None:
     labels = _labels(node)
     if labels is not None:
         return _of_labels(node, place, labels, name)
+    if is_aten(node, "sum"):
+        return _summed(node, place, name)
     if not is_aten(node, "matmul", "bmm", "baddbmm"):
         return None
     left, right = arguments(node)[1:3] if is_aten(node, "baddbmm") else arguments(node)[:2]
@@ -35,6 +37,22 @@ def multiplied(node: fx.Node, place: Coordinates, name: str) -> Product | None:
     one = (*broadcast(tuple(batch), sizes_of(left)[:-2]), row, index)
     two = (*broadcast(tuple(batch), sizes_of(right)[:-2]), index, column)
     return (left, one), (right, two), index
+
+
+def _summed(node: fx.Node, place: Coordinates, name: str) -> Product | None:
+    """The elements of `(a * b).sum(dim)`."""
+    terms, dims = arguments(node)[0], argument(node, 1, "dim")
+    if not is_aten(terms, "mul") or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return None
+    if not all(isinstance(factor, fx.Node) for factor in arguments(terms)[:2]):
+        return None
+    sizes = sizes_of(terms)
+    dim = dims[0] % len(sizes)
+    index = Index(name, sizes[dim])
+    after = dim + 1 if argument(node, 2, "keepdim", False) else dim
+    place = (*place[:dim], index, *place[after:])
+    one, two = ((x, broadcast(place, sizes_of(x))) for x in arguments(terms)[:2])
+    return one, two, index
 
 
 def own_dims(node: fx.Node) -> tuple[list[int], list[int]]:
