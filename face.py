@@ -198,7 +198,7 @@ def _artifact(model: nn.Module, state: Rewriting, merged: tuple[Merged, ...] = (
         max_positions=_max_positions(model, state),
         dtype=first.dtype,
         device=first.device,
-        min_tokens=state.captured.min_tokens,
+        min_tokens=state.shortest_row,
         switch_lengths=tuple(sorted(state.switch_lengths)),
         weights=LiveWeights.of(model, state.captured.weight_names, merged),
     )

@@ -1,7 +1,7 @@
 """Attention to a window of rows, and to one entry for each earlier window of tokens -> compressed_attention.
 
     before   entry[w] = f(sum_s softmax_s(gate[R*w + s] + bias[s]) * value[R*w + s], w)
-             attention(q, rows ++ entry, mask)        the window, and entries of whole windows: all, or an indexer's top-k
+             attention(q, rows ++ entry, mask)      the window, and entries of whole windows: all, or an indexer's top-k
     after    entry = f(pool_windows(value, gate, bias), position // R)
              compressed_attention(q, rows, entry[, index_entries(iq, f'(pool_windows(..)), u)])
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from regraft.rewriter.attention_rows import Rows
 from regraft.rewriter.graph import TOKENS, Size, is_aten, shape_of
 from regraft.rewriter.indexing import Element, arguments, size_value, sizes_of, trace
 from regraft.rewriter.integers import ZERO, Index, Quotient, plain

@@ -42,7 +42,7 @@ class Windows:
 
 
 def shares_of(node: fx.Node) -> tuple[fx.Node, fx.Node, int] | None:
-    """(values, the softmax that weighs them, the dimension summed over) of a sum of weighed rows; None if it is none."""
+    """(values, the softmax that weighs them, the dimension summed over) of a sum of weighed rows, if it is one."""
     if not (
         is_aten(node, "sum") and len(arguments(node)) > 1 and len(arguments(node)[1] or ()) == 1
     ):

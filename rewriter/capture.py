@@ -27,12 +27,15 @@ from .meta_twin import shapes_only
 from .module_leaf import attach_calls
 from .normal_form import normalize
 from .opaque import OpaqueModules, Settings, Untraceable, example_row
-from .sizes import Interval, guard_interval
+from .sizes import Interval, guard_interval, missing_block
 from .untouched import configs_of, untouched
 from .watch import Watch
 
 EXAMPLE_TOKENS = 37
-"""Length of the traced row: odd and no multiple of a block size, so that no division comes out even by chance."""
+"""Length of the traced row: odd and no multiple of a block size, so that no division comes out even by chance.
+
+Where a guard counts blocks of which a row of this length has none, a longer one is traced: see TooFewTokens.
+"""
 
 _PREFIX = "model."
 
@@ -128,26 +131,46 @@ def implementations(model: nn.Module) -> Settings:
     return select
 
 
+class TooFewTokens(Untraceable):
+    """The traced row has none of the blocks of tokens that a guard counts; one of `tokens` has two."""
+
+    def __init__(self, path: str, problem: str, source: str, tokens: int) -> None:
+        super().__init__(path, problem, source)
+        self.tokens = tokens
+
+
 def _trace(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     """Export, making opaque what stands in the way, until the program holds for an interval of T."""
+    tokens, tried = EXAMPLE_TOKENS, set[tuple[str, int]]()
     while True:
         try:
-            return _attempt(row)
+            return _attempt(row, tokens)
         except Untraceable as reason:
+            if isinstance(reason, TooFewTokens) and (reason.path, reason.tokens) not in tried:
+                tried.add((reason.path, reason.tokens))
+                tokens = reason.tokens
+                continue
+            if any(_related(reason.path, path) for path, _ in tried):
+                tokens = EXAMPLE_TOKENS  # more of them were of no use
             row.opaque.add(reason)
             row.opaque.learn(row.run)
 
 
-def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
+def _related(one: str, two: str) -> bool:
+    """Whether one module is the other, or within it."""
+    return f"{one}.".startswith(f"{two}.") or f"{two}.".startswith(f"{one}.")
+
+
+def _attempt(row: _PackedRow, tokens: int) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     names = {id(vars(module)): name for name, module in row.model.named_modules()}
 
     def refuse_fixed(first: int, last: int) -> None:
-        _interval(watch, first, last)
+        _interval(watch, first, last, tokens)
 
     row.watch = watch = Watch(names, refuse_fixed)
     try:
         with untouched(row), watch, leaves_in_place(row.model), row.opaque.in_place():
-            program = _export(row)
+            program = _export(row, tokens)
     except (
         RuntimeError
     ) as error:  # what torch raises for data-dependent control flow, and what leaves raise
@@ -155,15 +178,15 @@ def _attempt(row: _PackedRow) -> tuple[ExportedProgram, sympy.Symbol, Interval]:
     finally:
         row.watch = None
     assert watch.symbol is not None and watch.shape_env is not None
-    where = _interval(watch, 0, len(watch.shape_env.guards))
+    where = _interval(watch, 0, len(watch.shape_env.guards), tokens)
     with quiet():
         return program.run_decompositions(taken_apart()), watch.symbol, where
 
 
-def _export(row: _PackedRow) -> ExportedProgram:
+def _export(row: _PackedRow, tokens: int) -> ExportedProgram:
     device = next(row.parameters()).device
-    ids = torch.zeros(1, EXAMPLE_TOKENS, dtype=torch.long, device=device)
-    positions = torch.arange(EXAMPLE_TOKENS, device=device)[None]
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    positions = torch.arange(tokens, device=device)[None]
     with sdpa_kernel(SDPBackend.MATH), quiet():
         return torch.export.export(
             row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
@@ -190,8 +213,8 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _interval(watch: Watch, first: int, last: int) -> Interval:
-    """The interval in which every guard on T of these numbers holds; Untraceable for one that fixes T."""
+def _interval(watch: Watch, first: int, last: int, tokens: int) -> Interval:
+    """The interval around `tokens` where every guard on T of these numbers holds; Untraceable for one that fixes T."""
     assert watch.symbol is not None and watch.shape_env is not None
     symbol, guards = watch.symbol, watch.shape_env.guards
     where = Interval(2)  # export takes sizes 0 and 1 apart from all others
@@ -199,10 +222,14 @@ def _interval(watch: Watch, first: int, last: int) -> Interval:
         guard = guards[index]
         if guard.expr.free_symbols != {symbol} or about_layout(guard):
             continue
-        interval = guard_interval(guard.expr, symbol, EXAMPLE_TOKENS)
+        interval = guard_interval(guard.expr, symbol, tokens)
         if interval is None:
             problem = f"it holds only where {guard.expr} (T is {symbol})"
-            raise Untraceable(watch.path_of_guard(index), problem, str(guard.sloc))
+            where_from = (watch.path_of_guard(index), problem, str(guard.sloc))
+            block = missing_block(guard.expr, symbol, tokens)
+            if block is not None:
+                raise TooFewTokens(*where_from, tokens=2 * block + EXAMPLE_TOKENS)
+            raise Untraceable(*where_from)
         where = where.meet(interval)
     return where
 

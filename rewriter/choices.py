@@ -127,7 +127,10 @@ class _Watch(TorchDispatchMode):
             self.found.append(
                 indices[0] if args[0].shape[0] == 1 and args[0].dim() > 2 else indices
             )
-        elif function is torch.ops.regraft.index_topk.default:
+        elif function in (
+            torch.ops.regraft.index_topk.default,
+            torch.ops.regraft.index_entries.default,
+        ):
             self.found.append(result)
         elif function is torch.ops.regraft.index_pool_topk.default:
             self.found.append(_first_tokens(result, args[3].shape[0], args[9]))

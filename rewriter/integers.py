@@ -243,7 +243,7 @@ def is_nonnegative(e: Expr) -> bool:
 
 
 def _below_parts_of_tokens(e: Expr) -> Bound:
-    """The expression with a lower limit in the place of each multiple of `floor(TOKENS / n)`, which is in 0..TOKENS/n."""
+    """The expression with a lower limit in place of each multiple of `floor(TOKENS / n)`, which is in 0..TOKENS/n."""
     for part in e.atoms(Quotient):
         factor = sympy.expand(e).coeff(part)
         rest = sympy.expand(e - factor * part)

@@ -19,6 +19,7 @@ from .pattern import Declined, Grafting, Pass, Region
 from .replay import Replay, graft_replay
 from .token_axis import Analysis, analyse, find_regions
 from .token_axis.regions import Verdict, verdict
+from .token_axis.value import has_tokens, tokens_multiple
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,23 @@ class Rewriting:
             node = self.graph.placeholder(re.sub(r"\W", "_", name))
         node.meta.update(shape=None, dtype=None, path="", source="")
         return node
+
+    @property
+    def shortest_row(self) -> int:
+        """The shortest packed row that the rewritten graph runs on.
+
+        The trace may have taken a way that only rows of some length take. Of a proven graph without replayed regions
+        and with no size in T but multiples of it nothing is left of that: what it says of a row it says of any number
+        of them, but for a single one, of which broadcasting may make more.
+        """
+        multiples = all(
+            not has_tokens(size) or tokens_multiple(size) is not None
+            for node in self.graph.nodes
+            for size in (*(node.meta.get("shape") or ()), *filter(None, [node.meta.get("size")]))
+        )
+        replayed = any(served.replay is not None for served in self.served)
+        least = self.captured.min_tokens
+        return min(least, 2) if multiples and not replayed else least
 
     def open_regions(self) -> list[Region]:
         """Regions not grafted yet; found anew only after the graph has changed."""

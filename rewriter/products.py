@@ -1,4 +1,4 @@
-"""Sums of products over one index: matmul, bmm, baddbmm, einsum, and a sum of elementwise products as the same thing."""
+"""Sums of products over one index: matmul, bmm, baddbmm, einsum and `(a * b).sum(dim)` as the same thing."""
 
 from __future__ import annotations
 

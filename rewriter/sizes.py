@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
-from torch.utils._sympy.functions import Max, Min
+from torch.utils._sympy.functions import FloorDiv, Max, Min
 
 FAR = 1 << 24
 """A number of tokens that no row reaches: what holds from some point up to here holds without bound."""
+
+LARGEST_BLOCK = 4096
+"""Most tokens of a block that a row is made longer for."""
 
 _DENSE = 256
 _MAX_PIECES = 64
@@ -71,6 +74,17 @@ def guard_interval(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> In
     if high is None:
         return Interval(low)
     return Interval(low, high) if linear and high > low else None
+
+
+def missing_block(guard: sympy.Basic, symbol: sympy.Symbol, example: int) -> int | None:
+    """The size of the largest blocks that `guard` counts, if `example` tokens have none of them; None if they do."""
+    sizes = {
+        int(count.args[1])
+        for count in guard.atoms(FloorDiv)
+        if count.args[0] == symbol and count.args[1].is_Integer
+    }
+    largest = max(sizes, default=0)
+    return largest if example < largest <= LARGEST_BLOCK else None
 
 
 def _probes(guard: sympy.Basic) -> list[int]:

@@ -79,13 +79,13 @@ def _by_sequence(
             near = (at <= pos) & ((pos - at < window) if window else True)
             far = numbers < (pos + 1) // held.rate
             if selected is not None:
-                far &= _chosen(selected[tokens], len(numbers))
+                far &= chosen(selected[tokens], len(numbers))
             yield tokens, keys, torch.cat([near, far], 1)
 
 
-def _chosen(selected: Tensor, count: int) -> Tensor:
+def chosen(selected: Tensor, count: int) -> Tensor:
     """[n, K] numbers, -1 for none -> [n, count] True where a number is among them."""
-    found = torch.zeros(len(selected), count + 1, dtype=torch.bool)
+    found = torch.zeros(len(selected), count + 1, dtype=torch.bool, device=selected.device)
     kept = (selected >= 0) & (selected < count)
     return found.scatter_(1, torch.where(kept, selected, count).long(), True)[:, :count]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import attention, indexed, recurrent  # noqa: F401 (they register the operators)
+from . import attention, compressed, indexed, recurrent  # noqa: F401 (they register the operators)
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ STATELESS: dict[str, Twin] = {
         "index_block_topk",
         "indexed_attention",
         "indexed_latent_attention",
+        "pool_windows",
+        "index_entries",
+        "compressed_attention",
     )
 }
 """Qualified name of an operator that keeps rows or states -> its twin."""

@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 import regraft.kernels.causal_conv
 import regraft.kernels.decayed_linear
 import regraft.kernels.delta_rule
+import regraft.kernels.compressed_attention
 import regraft.kernels.indexed_attention
 import regraft.kernels.kda
 import regraft.kernels.paged_attention
@@ -28,6 +29,16 @@ from tests.tolerance import assert_close
 
 N, R = 41, 5
 BOUNDS = torch.tensor([0, 17, 18, 20, 38, N], dtype=torch.int32)
+CACHES = {
+    "k_cache": "k",
+    "v_cache": "v",
+    "cache": "rows",
+    "value_cache": "values",
+    "gate_cache": "gates",
+    "row_cache": "rows",
+    "entry_cache": "entries",
+}
+"""Caches, and what is kept in them."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,16 @@ def attention(**extra: Any) -> Case:
     plain = {"scale": 0.4, "window": 0, "chunk": 0, "softcap": 0.0}
     none = {"sinks": None, "alibi_slopes": None, "rel_bias": None}
     return Case("paged_attention", {**rows, **plain, **none, **extra})
+
+
+def selected_windows(rate: int, topk: int = 3) -> Tensor:
+    """[N, topk] a few windows of `rate` tokens that are whole at each token, then -1."""
+    selected = torch.full((N, topk), -1, dtype=torch.int32)
+    for start, end in pairwise(BOUNDS.tolist()):
+        for pos in range(end - start):
+            chosen = torch.randperm((pos + 1) // rate)[:topk]
+            selected[start + pos, : len(chosen)] = chosen
+    return selected
 
 
 def selection(topk: int = 6) -> Tensor:
@@ -68,6 +89,19 @@ def indexed_latent() -> Case:
     plain = {"scale": 0.4, "window": 0, "chunk": 0, "softcap": 0.0, "sinks": None}
     starts = {"latent_start": 3, "shared_start": 0}
     return Case("indexed_latent_attention", {**rows, **weights, **starts, **plain})
+
+
+def compressed(**extra: Any) -> Case:
+    """To entries of windows of three tokens."""
+    rows = {"q": torch.randn(N, 4, 6), "rows": torch.randn(N, 6), "entries": torch.randn(N, 6)}
+    plain = {"selected": None, "rate": 3, "scale": 0.4, "window": 0, "sinks": None}
+    return Case("compressed_attention", {**rows, **plain, **extra})
+
+
+def windows(spans: int) -> Case:
+    width = 4 * spans
+    rows = {"values": torch.randn(N, width), "gates": torch.randn(N, width)}
+    return Case("pool_windows", {**rows, "bias": torch.randn(3, width), "spans": spans})
 
 
 def delta(name: str, decay: Tensor) -> Case:
@@ -103,6 +137,11 @@ def cases() -> dict[str, Callable[[], Case]]:
             {"x": torch.randn(N, 3), "width": 4, "dilation": 1},
             ("conv_state", (3, 3)),
         ),
+        "windows weighed": lambda: windows(1),
+        "windows weighed with those before": lambda: windows(2),
+        "entries": compressed,
+        "entries, window and sinks": lambda: compressed(window=5, sinks=torch.randn(4)),
+        "some entries": lambda: compressed(selected=selected_windows(3)),
         "gated delta rule": lambda: delta("gated_delta_rule", torch.randn(N, 4)),
         "KDA": lambda: delta("kda", torch.randn(N, 2, 6)),
         "SSD": lambda: Case(
@@ -178,7 +217,8 @@ def stateful(case: Case) -> Tensor:
         given["block_table"] = pages.int()
         lengths = BOUNDS.diff().tolist()
         given["slot_mapping"] = torch.cat([pages[r, :n] for r, n in enumerate(lengths)])
-        for pool, rows in (("k_cache", "k"), ("v_cache", "v"), ("cache", "rows")):
+        given["entry_table"] = given["block_table"]
+        for pool, rows in CACHES.items():
             if rows in given:
                 given[pool] = torch.full((R * N + 1, 1, *given[rows].shape[1:]), torch.nan)
     operator = getattr(torch.ops.regraft, case.name).default
@@ -195,15 +235,15 @@ def test_equals_its_stateful_twin(case: Case) -> None:
 
 def test_every_operator_has_a_case() -> None:
     """Selections, which have no gradient, are tested in test_varlen_indexed.py."""
-    names = ("index_topk", "index_pool_topk", "index_block_topk")
-    selections = {f"regraft::{name}" for name in names}
+    names = ("topk", "pool_topk", "block_topk", "entries")
+    selections = {f"regraft::index_{name}" for name in names}
     assert {f"regraft::{make().name}" for make in cases().values()} == set(STATELESS) - selections
 
 
 def test_a_twin_takes_everything_but_caches() -> None:
     """An argument that a twin lacks would be dropped in silence."""
-    caches = {"k_cache", "v_cache", "cache", "conv_state", "state"}
-    caches |= {"context_lens", "block_table", "slot_mapping", "state_slots"}
+    caches = {*CACHES, "paged", "conv_state", "state"}
+    caches |= {"context_lens", "block_table", "entry_table", "slot_mapping", "state_slots"}
     for name, stateless in STATELESS.items():
         operator = getattr(torch.ops.regraft, name.removeprefix("regraft::")).default
         missing = {a.name for a in operator._schema.arguments} - set(stateless.names)

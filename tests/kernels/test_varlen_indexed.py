@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from regraft.kernels.compressed_attention.naive import index_entries_naive
 from regraft.kernels.indexed_attention import naive
 from regraft.kernels.varlen import STATELESS
 
@@ -67,6 +68,18 @@ def test_blocks(how: str, weighed: bool) -> None:
     assert torch.equal(found, by_definition("index_block_topk", given, 4))
 
 
+@pytest.mark.parametrize("how", ["best", "more than there are", "without relu"])
+def test_entries(how: str) -> None:
+    torch.manual_seed(1)
+    given = arguments(entries=torch.randn(N, 4), rate=3, **HOW[how])
+    cache = torch.full((R * N, 1, 4), torch.nan)
+    pages = torch.arange(R * N).view(R, N).int()
+    expected = index_entries_naive(
+        **given, cache=cache, paged=cache, context_lens=torch.zeros(R, dtype=torch.int32), block_table=pages
+    )  # fmt: skip
+    assert torch.equal(call("index_entries", given), expected)
+
+
 def test_of_equal_scores_the_first() -> None:
     given = arguments(k=torch.zeros(N, 4), window=0, chunk=0)
     found = call("index_topk", given)
@@ -84,8 +97,10 @@ def test_fakes() -> None:
     keys = arguments(k=torch.randn(N, 4), window=0, chunk=0)
     pools = arguments(rows=torch.randn(N, 8), bias=torch.randn(3, 4))
     blocks = arguments(k=torch.randn(N, 4), size=3)
-    for name, given in (
-        ("index_topk", keys), ("index_pool_topk", pools), ("index_block_topk", blocks)
-    ):  # fmt: skip
+    entries = arguments(entries=torch.randn(N, 4), rate=3)
+    each = {
+        "index_topk": keys, "index_pool_topk": pools, "index_block_topk": blocks, "index_entries": entries,
+    }  # fmt: skip
+    for name, given in each.items():
         operator = STATELESS[f"regraft::{name}"].operator
         torch.library.opcheck(operator, tuple(given[a.name] for a in operator._schema.arguments))
