@@ -71,13 +71,15 @@ def _body(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | Declined:
     """The one sum of weighed rows behind an entry, and the nodes between the two, in no order."""
     pooled: dict[fx.Node, None] = {}
     nodes: dict[fx.Node, None] = {}
+    others: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
         current = pending.pop()
         if current in nodes or current in pooled:
             continue
         if current.op == "placeholder":
-            return Declined(f"entries depend on {current.target} beside their windows", node, 0.6)
+            others[current] = None
+            continue
         if shares_of(current) is not None:
             pooled[current] = None
             continue
@@ -86,6 +88,9 @@ def _body(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | Declined:
             pending.extend(current.all_input_nodes)
     if len(pooled) != 1:
         return Declined(f"entries are made of {len(pooled)} weighed sums", node, 0.6)
+    if others:
+        read = ", ".join(str(other.target) for other in others)
+        return Declined(f"entries depend on {read} beside their windows", node, 0.6)
     return next(iter(pooled)), list(nodes)
 
 

@@ -110,9 +110,12 @@ def _passes(result: Comparison, dtype: torch.dtype) -> bool:
 
 
 def samples(
-    model: nn.Module, vocab_size: int, longest: int, size: str, seed: int
+    model: nn.Module, vocab_size: int, longest: int, size: str, seed: int, reaching: int = 0
 ) -> list[list[int]]:
-    """Random texts of ragged lengths, none longer than `longest`, without the placeholder ids of images and sounds."""
+    """Random texts of ragged lengths, none longer than `longest`, without the placeholder ids of images and sounds.
+
+    One is as long as `reaching`, if that is more than theirs and not too long.
+    """
     if size not in LENGTHS:
         raise ValueError(f"size={size!r}: choose from {', '.join(LENGTHS)}")
     generator = random.Random(seed)
@@ -122,7 +125,10 @@ def samples(
         for token in range(min(vocab_size, _embedded(model, vocab_size)))
         if token not in special
     ]
-    return [generator.choices(ids, k=min(n, longest)) for n in LENGTHS[size]]
+    lengths = LENGTHS[size]
+    if reaching > max(lengths):
+        lengths = (*lengths, reaching)
+    return [generator.choices(ids, k=min(n, longest)) for n in lengths]
 
 
 def _embedded(model: Any, default: int) -> int:

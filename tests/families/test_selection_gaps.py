@@ -19,10 +19,14 @@ from tests.families.test_coverage import LENGTHS
 
 GAP = 1e-5
 HIDDEN = -1e30
+RATE = 4
+"""Tokens of a compressed entry (deepseek_v4)."""
+LEAST = {10: 90, 12: 40}
+"""Selections that leave something out, by the row of the coverage table: fewer would say nothing."""
 
 
 class Gaps(TorchFunctionMode):
-    """Collects score k minus score k + 1 of each top-k over the keys in sight."""
+    """Collects score k minus score k + 1 of each top-k over the keys in sight, one or fewer a token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +42,20 @@ class Gaps(TorchFunctionMode):
         result = function(*args, **(kwargs or {}))
         if function is torch.Tensor.topk:
             scores, count = args[0], args[1]
-            if scores.dim() == 3 and scores.shape[-1] == scores.shape[-2] > count:
+            if scores.dim() == 3 and scores.shape[-2] // RATE <= scores.shape[-1] > count:
                 ordered = scores.sort(-1, descending=True).values
                 last, next_one = ordered[..., count - 1], ordered[..., count]
                 self.found += (last - next_one)[next_one > HIDDEN].tolist()
         return result
 
 
-@pytest.mark.parametrize("name", names(10))
+@pytest.mark.parametrize("name", names(*LEAST))
 def test_no_text_has_a_selection_at_the_edge_of_rounding(name: str) -> None:
     model, family = build(name), FAMILIES[name]
     with torch.no_grad(), Gaps() as gaps:
         for seed in LENGTHS:
             model(family.prompt(seed, seed=seed)[None], use_cache=False)
-    assert len(gaps.found) >= 90, "the texts are too short for a selection to leave keys out"
+    assert len(gaps.found) >= LEAST[family.row], (
+        "the texts are too short for a selection to leave keys out"
+    )
     assert min(gaps.found) > GAP

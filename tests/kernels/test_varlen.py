@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import regraft.kernels.causal_conv
+import regraft.kernels.compressed_attention
 import regraft.kernels.decayed_linear
 import regraft.kernels.delta_rule
-import regraft.kernels.compressed_attention
 import regraft.kernels.indexed_attention
 import regraft.kernels.kda
 import regraft.kernels.paged_attention

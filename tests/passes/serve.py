@@ -31,7 +31,7 @@ class Pages:
     def allocate(self, rewriting: Rewriting) -> None:
         for served in rewriting.served:
             for spec in served.rows:
-                shape = (self.num_pages, PAGE_SIZE, *spec.shape)
+                shape = spec.pool_shape(self.num_pages, PAGE_SIZE)
                 self.pools[spec.name] = torch.full(shape, float("nan"), dtype=spec.dtype)
             for state in served.states:
                 shape = (len(self.lengths) + 1, *state.shape)

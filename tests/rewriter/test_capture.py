@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +166,49 @@ def test_a_table_bounds_the_number_of_tokens_and_its_sizes_come_out_plain() -> N
             assert isinstance(size, int) or sympy.Poly(size, TOKENS).degree() == 1, (
                 node.format_node()
             )
+
+
+class Blocks(nn.Module):
+    """Adds to each token of a whole block the block's sum."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = x.shape[1] // self.size
+        if count == 0:
+            return x
+        whole = x[:, : count * self.size].view(1, count, self.size, -1)
+        whole = whole + whole.sum(2, keepdim=True)
+        return torch.cat([whole.flatten(1, 2), x[:, count * self.size :]], 1)
+
+
+class OfBlocks(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = Blocks(size)
+        self.eval()
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.blocks(self.embed(input_ids))))
+
+
+@pytest.mark.parametrize(("size", "least"), [(4, 4), (100, 100)])
+def test_blocks_longer_than_the_traced_row(size: int, least: int) -> None:
+    """A longer row is traced, and no module is kept whole."""
+    model = OfBlocks(size)
+    captured = capture(model)
+    assert (captured.min_tokens, captured.max_tokens) == (least, None)
+    assert "module_leaf" not in str(captured.graph)
+    for length in (size, size + 1, 3 * size - 1):
+        ids = torch.arange(length)[None] % 64
+        assert_close(run(captured, ids), model(ids).logits)
+
+
+def test_blocks_too_long_to_trace_are_kept_whole() -> None:
+    assert "module_leaf" in str(capture(OfBlocks(5000)).graph)
 
 
 # ---------------------------------------------------------------------- the model comes out untouched

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod
 
-from regraft.rewriter.sizes import Interval, guard_interval, holds, simplify_size
+from regraft.rewriter.sizes import (
+    Interval,
+    guard_interval,
+    holds,
+    missing_block,
+    simplify_size,
+)
 
 S = sympy.Symbol("s70", integer=True, positive=True)
 
@@ -106,3 +112,18 @@ def test_simplified_sizes_are_equal_all_over_the_interval(
     for n in range(low, low + (60 if width is None else width) + 1):
         at = {S: sympy.Integer(n)}
         assert simple.xreplace(at) == sympy.sympify(size).xreplace(at)
+
+
+@pytest.mark.parametrize(
+    ("guard", "size"),
+    [
+        (sympy.Eq(FloorDiv(S, 128), 0), 128),
+        (sympy.Eq(4 * FloorDiv(S, 4), 36), None),  # a row of 37 has some of these
+        (sympy.Eq(FloorDiv(S, 4) + FloorDiv(S, 64), 9), 64),
+        (sympy.Eq(FloorDiv(S + 15, 16), 3), None),  # blocks of which the last is filled up
+        (sympy.Eq(FloorDiv(S, 1 << 20), 0), None),
+        (sympy.Eq(S, 37), None),
+    ],
+)
+def test_blocks_that_a_row_has_none_of(guard: sympy.Basic, size: int | None) -> None:
+    assert missing_block(guard, S, 37) == size
