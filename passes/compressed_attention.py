@@ -71,8 +71,10 @@ def pattern(region: Region) -> Halves | Declined:
         return Declined("no entries of windows among the keys", closer)
     rows = find_core(closer, Keys(ZERO, TOKENS, total))
     entries = find_core(closer, Keys(TOKENS, count, total))
-    if isinstance(rows, Declined) or isinstance(entries, Declined):
-        return rows if isinstance(rows, Declined) else entries
+    if isinstance(rows, Declined):
+        return rows
+    if isinstance(entries, Declined):
+        return entries
     return Halves(rows, entries, int(count.args[1]))
 
 

@@ -132,7 +132,7 @@ def _read(node: fx.Node, values: fx.Node, scores: fx.Node, layout: _Layout) -> W
     ((_, _, bias),) = found
     if rows[0].dtype != node.meta["dtype"]:
         return Declined(f"rows of {rows[0].dtype} become {node.meta['dtype']}", node, 0.6)
-    return Windows(node, rate, spans, *rows, bias)
+    return Windows(node, rate, spans, rows[0], rows[1], bias)
 
 
 def _terms(

@@ -40,7 +40,7 @@ def pool_windows_naive(
         shares = torch.stack([gate for gate, _ in terms]).softmax(0)
         out[token] = sum(share * value for share, (_, value) in zip(shares, terms, strict=True)).to(
             out.dtype
-        )  # type: ignore[union-attr]
+        )
     return out
 
 

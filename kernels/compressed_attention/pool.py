@@ -34,7 +34,7 @@ def pool_windows_torch(
     for first in range(0, len(ending.seq), block):
         some = Ending(*(x[first : first + block] for x in vars(ending).values()))
         slots, within = _tokens(some, block_table, value_cache.shape[1], rate, spans)
-        found = weighed(*(rows[slots] for rows in held), within, bias)
+        found = weighed(held[0][slots], held[1][slots], within, bias)
         out.index_copy_(0, some.row, found.to(out.dtype))
     return out[:count]
 

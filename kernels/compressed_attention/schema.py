@@ -158,9 +158,10 @@ def compressed_attention(
     )  # fmt: skip
 
 
-def _check_pool(
-    values: Tensor, gates: Tensor, bias: Tensor, value_cache: Tensor, gate_cache: Tensor, spans: int
-) -> None:
+def _check_pool(*args: Any) -> int:
+    """The number of spans, which may be left out."""
+    values, gates, bias, value_cache, gate_cache = args[:5]
+    spans: int = args[9] if len(args) > 9 else 1
     if values.dim() != 2 or gates.shape != values.shape or bias.shape[1:] != values.shape[1:]:
         raise ValueError(
             f"values {[*values.shape]}, gates {[*gates.shape]} and bias {[*bias.shape]} differ in width"
@@ -169,6 +170,7 @@ def _check_pool(
         raise ValueError(f"rows {[*values.shape]} have no {spans} parts of one width")
     _check_cache(values, value_cache, 1)
     _check_cache(gates, gate_cache, 1)
+    return spans
 
 
 def _check_cache(rows: Tensor, cache: Tensor, rate: int, page_size: int = 0) -> None:
@@ -194,10 +196,9 @@ def _check_index(
     _check_cache(entries, cache, rate, paged.shape[1])
 
 
-def _check_attention(
-    q: Tensor, rows: Tensor, entries: Tensor, row_cache: Tensor, entry_cache: Tensor,
-    selected: Tensor | None, rate: int,
-) -> None:  # fmt: skip
+def _check_attention(*args: Any) -> None:
+    q, rows, entries, row_cache, entry_cache, selected = args[:6]
+    rate: int = args[11]
     if q.dim() != 3 or rows.shape != (q.shape[0], q.shape[2]) or entries.shape != rows.shape:
         raise ValueError(
             f"rows {[*rows.shape]} and entries {[*entries.shape]} do not fit q {[*q.shape]}"
@@ -216,8 +217,7 @@ def _check_attention(
 
 @torch.library.register_fake("regraft::pool_windows")
 def _fake_pool(*args: Any, **kwargs: Any) -> Tensor:
-    values, spans = args[0], args[9] if len(args) > 9 else 1
-    _check_pool(*args[:5], spans)
+    values, spans = args[0], _check_pool(*args)
     return values.new_empty(values.shape[0], values.shape[1] // spans)
 
 
@@ -230,13 +230,13 @@ def _fake_index(*args: Any, **kwargs: Any) -> Tensor:
 
 @torch.library.register_fake("regraft::compressed_attention")
 def _fake_attention(*args: Any, **kwargs: Any) -> Tensor:
-    _check_attention(*args[:6], args[11])
+    _check_attention(*args)
     return torch.empty_like(args[0], memory_format=torch.contiguous_format)
 
 
 @torch.library.impl("regraft::pool_windows", ("cpu", "cuda"))
 def _run_pool(*args: Any, **kwargs: Any) -> Tensor:
-    _check_pool(*args[:5], args[9] if len(args) > 9 else 1)
+    _check_pool(*args)
     return pool_windows_torch(*args, **kwargs)
 
 
@@ -248,5 +248,5 @@ def _run_index(*args: Any, **kwargs: Any) -> Tensor:
 
 @torch.library.impl("regraft::compressed_attention", ("cpu", "cuda"))
 def _run_attention(*args: Any, **kwargs: Any) -> Tensor:
-    _check_attention(*args[:6], args[11])
+    _check_attention(*args)
     return compressed_attention_torch(*args, **kwargs)

@@ -31,8 +31,10 @@ def _pool(values: Tensor, gates: Tensor, bias: Tensor, cu_seqlens: Tensor, spans
             1 - spans, 1, device=values.device
         )
         within = (windows >= 0)[..., None].expand(-1, -1, rate)
-        held = (x[rows].unflatten(0, (count, rate))[windows.clamp(min=0)] for x in (values, gates))
-        pooled = weighed(*held, within, bias).to(values.dtype)
+        some, weights = (
+            x[rows].unflatten(0, (count, rate))[windows.clamp(min=0)] for x in (values, gates)
+        )
+        pooled = weighed(some, weights, within, bias).to(values.dtype)
         # the row of a window is its last token's
         spread = torch.cat([pooled.new_zeros(count, rate - 1, width), pooled[:, None]], 1)
         outs += [spread.flatten(0, 1), pooled.new_zeros(end - start - count * rate, width)]

@@ -134,6 +134,16 @@ def test_comparisons_that_ranges_decide() -> None:
     assert not is_nonnegative(TOKENS - 2)
 
 
+def test_parts_of_the_tokens_are_neither_negative_nor_more_than_there_are() -> None:
+    k, part = Index("k", TOKENS), Quotient(TOKENS, 4)
+    assert compare(k, "<", TOKENS + part) == sympy.true
+    assert compare(TOKENS + Index("e", part), ">=", TOKENS) == sympy.true
+    assert compare(4 * part, "<=", TOKENS) == sympy.true
+    assert compare(part, "<=", Quotient(TOKENS, 2)) != sympy.false
+    assert compare(sympy.Integer(1), "<=", part) not in (sympy.true, sympy.false)
+    assert compare(5 * part, ">", TOKENS) not in (sympy.true, sympy.false)
+
+
 def test_extrema_that_ranges_decide() -> None:
     assert decide_extrema(sympy.Min(11, sympy.Max(0, H + 3))) == H + 3
     assert decide_extrema(sympy.Max(0, H - 1)) == sympy.Max(0, H - 1)
