@@ -170,9 +170,10 @@ def _open_leaves(core: Core) -> list[Expr]:
 
 def _apart(leaf: Expr, core: Core) -> tuple[Expr, Expr]:
     """The factor of the product of query and key, and what else is in the score."""
-    (cell,) = (c for c in leaf.atoms(Cell) if c.args[0].name in core.products)
-    factor = sympy.expand(leaf).coeff(cell)
-    return factor, sympy.expand(leaf - factor * cell)
+    cells = [cell for cell in leaf.atoms(Cell) if cell.args[0].name in core.products]
+    factors = [sympy.expand(leaf).coeff(cell) for cell in cells]
+    rest = leaf - sympy.Add(*(factor * cell for factor, cell in zip(factors, cells)))
+    return sympy.Add(*factors), sympy.expand(rest)
 
 
 def rewrite(found: Compressed, grafting: Grafting) -> None:

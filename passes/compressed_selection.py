@@ -7,6 +7,7 @@ mask[q, w] = whole(q, w), or: w is among the top-k of scores[q], and whole
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 
 import sympy
@@ -17,7 +18,15 @@ from regraft.rewriter.attention_core import Core
 from regraft.rewriter.formulas import Cell, Value, cases, in_one_request, number
 from regraft.rewriter.graph import is_aten
 from regraft.rewriter.indexing import Coordinates, argument, arguments, sizes_of
-from regraft.rewriter.integers import Condition, Expr, Index, Quotient, compare, is_nonnegative
+from regraft.rewriter.integers import (
+    ZERO,
+    Condition,
+    Expr,
+    Index,
+    Quotient,
+    compare,
+    is_nonnegative,
+)
 from regraft.rewriter.masks import shorten
 from regraft.rewriter.pattern import Declined
 from regraft.rewriter.scores import Axes, is_masked
@@ -85,6 +94,19 @@ def find_selection(
     return replace(core, score=chosen), selection
 
 
+class _Choices(PoolElements):
+    """Notes which elements of a top-k's choice are read."""
+
+    def __init__(self, graph: fx.Graph, rank: Index, chosen: Index) -> None:
+        super().__init__(graph, rank=rank, pool=chosen)
+        self.places: set[Coordinates] = set()
+
+    def _read(self, node: fx.Node, coordinates: Coordinates) -> Value:
+        if node.target is operator.getitem and is_aten(node.args[0], "topk"):
+            self.places.add(coordinates)
+        return super()._read(node, coordinates)
+
+
 def _read_indices(
     scatter: fx.Node, cell: Expr, axes: Axes, rate: int, masked: float
 ) -> Selection | Declined:
@@ -95,7 +117,7 @@ def _read_indices(
         return Declined("the selection is not one of entries for each query", scatter, 0.5)
     rank = Index("j", sizes_of(indices)[dim])
     place[dim] = rank
-    elements = PoolElements(scatter.graph, rank=rank, pool=axes.k)
+    elements = _Choices(scatter.graph, rank, axes.k)
     if dim != len(place) - 1:
         return Declined("the selection is not along the last dimension", scatter, 0.5)
     found = told(elements.at(indices, tuple(place)))
@@ -103,15 +125,10 @@ def _read_indices(
         return Declined(f"not the entries of whole windows: {shorten(found)}", indices, 0.6)
     if len(elements.topks) != 1:
         return Declined(f"entries are selected by {len(elements.topks)} top-k", indices, 0.6)
-    (topk,) = elements.topks
-    where = [at for at in place if at != rank]
-    return _read_scores(topk, elements, (*_batch(topk, where, axes), axes.k), axes, rate, masked)
-
-
-def _batch(topk: fx.Node, where: list[Expr], axes: Axes) -> Coordinates:
-    """The coordinates of the scores of one query: those of the selection without further dimensions of size 1."""
-    sizes = sizes_of(arguments(topk)[0])[:-1]
-    return tuple(axes.q if size == axes.q.size else sympy.Integer(0) for size in sizes)
+    ((*of_query, _), *others), (topk,) = elements.places, elements.topks
+    if others or sorted(of_query, key=str) != [*[ZERO] * (len(of_query) - 1), axes.q]:
+        return Declined("a query sees what was selected for another", indices, 0.6)
+    return _read_scores(topk, elements, (*of_query, axes.k), axes, rate, masked)
 
 
 def _is_chosen(value: Value, when: Condition, chosen: Index) -> bool:
@@ -126,7 +143,7 @@ def _is_chosen(value: Value, when: Condition, chosen: Index) -> bool:
 
 
 def _read_scores(
-    topk: fx.Node, elements: PoolElements, place: Coordinates, axes: Axes, rate: int, masked: float
+    topk: fx.Node, elements: _Choices, place: Coordinates, axes: Axes, rate: int, masked: float
 ) -> Selection | Declined:  # fmt: skip
     """The top-k is of scores of whole windows, by entries that queries of an indexer meet."""
     count, dim = count_of(topk), argument(topk, 2, "dim", -1) % len(place)
