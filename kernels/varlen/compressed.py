@@ -17,7 +17,7 @@ from regraft.kernels.compressed_attention.pool import weighed
 from regraft.kernels.compressed_attention.select import index_entries_torch
 
 from .differentiable import define
-from .indexed import in_pages
+from .indexed import _in_pages
 
 
 def _pool(values: Tensor, gates: Tensor, bias: Tensor, cu_seqlens: Tensor, spans: int) -> Tensor:
@@ -62,7 +62,7 @@ def varlen_index_entries(
     q: Tensor, entries: Tensor, weights: Tensor, cu_seqlens: Tensor, *how: Any
 ) -> Tensor:
     """`index_entries` of whole sequences."""
-    cu_seqlens, contexts, pages, _ = in_pages(cu_seqlens, len(q))
+    cu_seqlens, contexts, pages, _ = _in_pages(cu_seqlens, len(q))
     cache = torch.empty_like(entries[:, None])
     return index_entries_torch(q, entries, weights, cache, cache, cu_seqlens, contexts, pages, *how)
 

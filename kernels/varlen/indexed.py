@@ -35,7 +35,7 @@ _BLOCKS = (
 _MASKS = "float scale, int window, int chunk, float softcap, Tensor? sinks"
 
 
-def in_pages(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _in_pages(cu_seqlens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The row's metadata for a cache in which each token is a page of its own, in the row's order."""
     longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
     at = torch.arange(longest, device=cu_seqlens.device)
@@ -49,7 +49,7 @@ def varlen_index_topk(
     q: Tensor, k: Tensor, weights: Tensor, cu_seqlens: Tensor, *how: Any
 ) -> Tensor:
     """`index_topk` of whole sequences."""
-    row = in_pages(cu_seqlens, len(q))
+    row = _in_pages(cu_seqlens, len(q))
     return index_topk_torch(q, k, weights, torch.empty_like(k[:, None]), *row, *how)
 
 
@@ -63,7 +63,7 @@ def varlen_index_pool_topk(
     q: Tensor, rows: Tensor, weights: Tensor, bias: Tensor, cu_seqlens: Tensor, *how: Any
 ) -> Tensor:
     """`index_pool_topk` of whole sequences."""
-    row = in_pages(cu_seqlens, len(q))
+    row = _in_pages(cu_seqlens, len(q))
     return index_pool_topk_torch(
         q, rows, weights, bias, torch.empty_like(rows[:, None]), *row, *how
     )
