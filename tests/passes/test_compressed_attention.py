@@ -168,6 +168,8 @@ def test_grafted(form: str) -> None:
         {"entry", "index_entry"} if steps.selects else {"entry"}
     )
     check_served(model, rewriting)
+    # nothing is left of the way that only texts with a whole window take
+    assert rewriting.shortest_row == 2 < rewriting.captured.min_tokens
 
 
 MUTANTS: dict[str, tuple[Steps, object, str, Callable]] = {
@@ -275,6 +277,7 @@ def test_near_misses_are_replayed(name: str) -> None:
     rewriting = rewrite(capture(model), PASSES)
     assert [served.served for served in rewriting.served] == ["replayed"]
     assert NEAR_MISSES[name][1] in rewriting.served[0].reason
+    assert rewriting.shortest_row == rewriting.captured.min_tokens > 2
 
 
 def test_a_second_run_finds_nothing() -> None:
