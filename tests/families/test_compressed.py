@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+import regraft
 from tests.families.models import FAMILIES, build
-from tests.families.served import LOGITS, continue_greedily, forward, worst, wrap
+from tests.families.served import LOGITS, SIZES, continue_greedily, forward, worst, wrap
 
 RATES = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 """As published. A page of 16 tokens is longer than a window of one, and a part of a window of the other."""
@@ -36,15 +37,17 @@ def test_entries_of_many_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_preempted_requests() -> None:
     """What is computed again is what was there before."""
-    model = build("deepseek_v4")
-    prompts = [FAMILIES["deepseek_v4"].prompt(n, seed=n).tolist() for n in (30, 21, 26)]
-    small = wrap(model, cache_tokens=80)
+    model, family = build("deepseek_v4"), FAMILIES["deepseek_v4"]
+    prompts = [family.prompt(9 + i, seed=i).tolist() for i in range(8)]
+    large = wrap(model)
+    config = regraft.EngineConfig(**{**SIZES, "cache_tokens": 64})
+    small = regraft.Engine(large.model, config)
     outputs = small.generate(prompts, max_new_tokens=12)
     assert small.stats.num_preemptions > 0
-    large = wrap(model)
+    assert large.stats.num_preemptions == 0
     assert [o.token_ids for o in outputs] == [
         o.token_ids for o in large.generate(prompts, max_new_tokens=12)
     ]
-    tokens = [*prompts[0], *outputs[0].token_ids]
-    chosen = forward(model, tokens)[len(prompts[0]) - 1 : -1].argmax(-1).tolist()
-    assert outputs[0].token_ids == chosen
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = forward(model, [*prompt, *output.token_ids])
+        assert output.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
