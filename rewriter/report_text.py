@@ -6,6 +6,8 @@ import re
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from .declare import RowSpec
+
 if TYPE_CHECKING:
     from .report import LayerReport, RewriteReport
 
@@ -71,6 +73,7 @@ def _folded(paths: list[str]) -> str:
 def _describe(layer: LayerReport) -> str:
     caches = [
         f"{name} {'x'.join(map(str, spec.shape)) or '1'} {str(spec.dtype).removeprefix('torch.')}"
+        + (f" of {spec.every} tokens" if isinstance(spec, RowSpec) and spec.every > 1 else "")
         for kind, specs in (("row", layer.rows), ("state", layer.states))
         for spec in specs
         for name in [

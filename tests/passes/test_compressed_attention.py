@@ -15,6 +15,7 @@ from regraft.passes import attention, compressed_attention
 from regraft.rewriter.capture import capture
 from regraft.rewriter.pattern import Declined
 from regraft.rewriter.pipeline import Rewriting, rewrite
+from regraft.rewriter.report import make_report
 from regraft.rewriter.token_axis import analyse, find_regions
 from tests.passes.test_attention import check_served
 from tests.passes.toy_attention import ToyLM
@@ -168,6 +169,8 @@ def test_grafted(form: str) -> None:
         {"entry", "index_entry"} if steps.selects else {"entry"}
     )
     check_served(model, rewriting)
+    report = make_report(rewriting, "toy", None, None, 0.0)
+    assert "row entry 8 float32 of 3 tokens" in str(report)
     # nothing is left of the way that only texts with a whole window take
     assert rewriting.shortest_row == 2 < rewriting.captured.min_tokens
 
