@@ -28,8 +28,9 @@ from .triton_settled import num_processors, settled
 SEGMENT = 256
 """Keys that one running softmax takes."""
 
-_WAVES = 4
-"""Programs a multiprocessor gets at least, if segments can be taken side by side."""
+_WAVES = 16
+"""Programs a multiprocessor gets at least, if segments can be taken side by side. (128 sequences of 128 to 1,280 tokens
+on an H200: 124 us side by side, 245 us one program a query and key head.)"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Form:
 
 def keys_of(width: int, itemsize: int) -> int:
     """Keys a tile: a matter of the model alone."""
-    return (64 if width <= 128 else 32) * 2 // max(2, itemsize)
+    return 16 if width > 128 and itemsize > 2 else 32
 
 
 def forms(width: int, itemsize: int) -> list[Form]:

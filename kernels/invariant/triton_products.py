@@ -52,6 +52,8 @@ def num_parts(columns: int, width: int, N: int, processors: int) -> int:
     read once more.
     """
     tiles = triton.cdiv(columns, N)
+    if tiles >= processors:  # the parts' sums would cost more than the last wave's idle processors
+        return 1
 
     def cost(parts: int) -> float:
         waves = tiles * parts / processors
@@ -62,13 +64,14 @@ def num_parts(columns: int, width: int, N: int, processors: int) -> int:
 
 
 def chosen(rows: int, columns: int, dtype: torch.dtype, parts: int, processors: int) -> Form:
-    """The form for so many rows."""
+    """The form for so many rows. Small tiles are enough where parts of K are what fills the card."""
     found = forms(dtype, parts)
     fits = [form for form in found if rows <= form.M] or [found[-1]]
     tile = fits[0]
     programs = triton.cdiv(rows, tile.M) * triton.cdiv(columns, tile.N)
-    is_split = parts > 1 and programs < 2 * processors
-    return next(form for form in found if form.M == tile.M and form.is_split == is_split)
+    if parts > 1 and programs < 2 * processors:
+        return next(form for form in found if form.is_split)
+    return next(form for form in found if form.M == tile.M and not form.is_split)
 
 
 def product(
