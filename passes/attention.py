@@ -224,10 +224,7 @@ def rewrite(plan: Plan, grafting: Grafting) -> None:
         v,
         row_pool("k", key, grafting, reach),
         row_pool("v", plan.value, grafting, reach),
-        *(
-            grafting.sequence(n, reach)
-            for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
-        ),
+        *grafting.sequences(reach),
         score.scale,
         relation.window,
         relation.chunk,

@@ -35,7 +35,6 @@ from .compressed_entries import Entries, read_entries
 from .compressed_selection import Selection, find_selection, is_exactly, told, whole
 
 aten = torch.ops.aten
-SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ def rewrite(found: Compressed, grafting: Grafting) -> None:
     selected = None if found.selection is None else _selected(found.selection, row_pool, grafting)
     attended = grafting.call(
         torch.ops.regraft.compressed_attention.default, as_rows(plan.query, grafting), _only_head(plan.key, grafting),
-        own, row_pool, entry_pool, selected, *(grafting.sequence(name, reach) for name in SEQUENCES),
+        own, row_pool, entry_pool, selected, *grafting.sequences(reach),
         grafting.sequence("block_table"), rate, score.scale, score.relation.window, as_vector(plan.sinks, grafting),
         shape=(TOKENS, plan.query.heads, plan.key.width), dtype=dtype,
     )  # fmt: skip
@@ -207,7 +206,7 @@ def _entry_rows(entries: Entries, name: str, grafting: Grafting) -> fx.Node:
     ]
     pooled = grafting.call(
         torch.ops.regraft.pool_windows.default, *(_only_head(row, grafting) for row in rows), windows.bias, *pools,
-        *(grafting.sequence(field, reach) for field in SEQUENCES), windows.spans,
+        *grafting.sequences(reach), windows.spans,
         shape=(TOKENS, windows.width), dtype=windows.values.dtype,
     )  # fmt: skip
     made = entries.lifted.copy(pooled, grafting)

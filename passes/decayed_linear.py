@@ -10,7 +10,6 @@ to block is measured, on random rows, against its own forward.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -20,47 +19,26 @@ from torch import fx, nn
 
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import TOKENS, is_aten
-from regraft.rewriter.initialised import initialised
 from regraft.rewriter.leaf_trace import LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
 from regraft.rewriter.meta_twin import on_meta
-from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
+from regraft.rewriter.module_leaf import ModuleCall
 from regraft.rewriter.opaque import twin_key
-from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.rewriter.pattern import Declined, Grafting, Pass
 from regraft.rewriter.pipeline import Rewriting
 from regraft.rewriter.pipeline import rewrite as rewrite_graph
 
 from . import decayed_scan
 from .leaf_copy import copy_leaf
 from .leaf_rows import own_state
+from .module_calls import TOLERANCE, LeafCall, find_call, relative_difference, with_numbers
 
 aten = torch.ops.aten
 
 SHORT = 7
 """Tokens that the module is traced over. One with shorter blocks is declined."""
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest difference over several blocks, as a part of the largest magnitude. A state is always float32."""
-
 METADATA = ("cu_seqlens", "context_lens", "state_slots")
-
-
-@dataclass(frozen=True)
-class LeafCall:
-    """A region that is one result (number `result`) of a module leaf."""
-
-    region: Region
-    leaf: fx.Node
-    result: int
-
-    @property
-    def call(self) -> ModuleCall:
-        call: ModuleCall = self.leaf.meta["leaf"]
-        return call
-
-    @property
-    def given(self) -> tuple[fx.Node, ...]:
-        return tuple(self.leaf.args[0])
 
 
 @dataclass(frozen=True)
@@ -71,14 +49,6 @@ class Plan:
     looked_at: ModuleCall
     trace: LeafTrace
     state: Rewriting
-
-
-def pattern(region: Region) -> LeafCall | Declined:
-    """A result of a module that capture could not look into."""
-    closer = region.closer
-    if closer.target is not operator.getitem or not is_module_leaf(closer.args[0]):
-        return Declined("not a module that was kept whole", closer)
-    return LeafCall(region, closer.args[0], closer.args[1])
 
 
 def check(found: LeafCall) -> Plan | Declined:
@@ -101,17 +71,6 @@ def check(found: LeafCall) -> Plan | Declined:
             0.9,
         )
     return plan
-
-
-def with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:
-    """A call of a module without weights, as one of a copy that has the model's own buffers; any other as it is.
-
-    With `only_buffers` its weights are zeros, else drawn as the model draws them.
-    """
-    if call.initialise is None or not on_meta(call.module):
-        return call
-    module = initialised(call.module, call.initialise, only_buffers=only_buffers)
-    return call if module is None else replace(call, module=module, forward=module.forward)
 
 
 _declined: WeakKeyDictionary[fx.Graph, dict[Hashable, Declined]] = WeakKeyDictionary()
@@ -197,12 +156,11 @@ def difference(plan: Plan) -> float:
             tensor.copy_(torch.randn(shape, generator=random))
             captured.module.get_parameter(plan.trace.tables[i]).data = tensor[0]
         given.append(tensor)
-    expected = call.run(given, [])[plan.found.result].double()
+    expected = call.run(given, [])[plan.found.result]
     inputs = _one_sequence(plan.state, length, device)
     order = [node for node in captured.graph.nodes if node.op == "placeholder"]
-    actual = captured.module(*[inputs.get(node) for node in order])[0].double()
-    largest = float(expected.abs().max())
-    return float((actual - expected).abs().max()) / largest if largest else float("nan")
+    actual = captured.module(*[inputs.get(node) for node in order])[0]
+    return relative_difference(actual, expected)
 
 
 def _one_sequence(
@@ -254,7 +212,7 @@ PASS = Pass(
     "decayed_linear",
     kind="decayed_linear",
     operator="regraft::decayed_linear",
-    pattern=pattern,
+    pattern=find_call,
     check=check,
     rewrite=rewrite,
 )

@@ -21,17 +21,15 @@ import regraft.kernels.experts  # noqa: F401 (registers the operator)
 from regraft.rewriter.graph import TOKENS, is_aten, shape_of
 from regraft.rewriter.leaf_trace import LeafTrace, trace_leaf
 from regraft.rewriter.leaves import LeafUnsupported
+from regraft.rewriter.meta_twin import on_meta
 from regraft.rewriter.module_leaf import ModuleCall, Slot, owned_tensors
-from regraft.rewriter.pattern import Declined, Grafting, Pass, Region
+from regraft.rewriter.pattern import Declined, Grafting, Pass
 
-from .decayed_linear import LeafCall
-from .decayed_linear import pattern as find_call
 from .expert_program import COUNT, Program, record
 from .leaf_copy import copy_leaf
+from .module_calls import TOLERANCE, LeafCall, find_call, relative_difference
 
 TOKENS_TRACED = 7
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest difference to the module's own forward, as a part of the largest magnitude."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,6 @@ class Plan:
     measured: bool
 
 
-def pattern(region: Region) -> LeafCall | Declined:
-    """A result of a module that capture could not look into."""
-    return find_call(region)
-
-
 def check(found: LeafCall) -> Plan | Declined:
     """Rows, choices and weights go in; the module is a sum over choices of what each expert does with a row."""
     arguments = _read_arguments(found)
@@ -81,7 +74,7 @@ def check(found: LeafCall) -> Plan | Declined:
         trace = trace_leaf(looped, found.given, found.result, TOKENS_TRACED)
     except LeafUnsupported as problem:
         return Declined(str(problem), closer, 0.6)
-    plan = Plan(found, arguments, trace, ranges, not _is_meta(call))
+    plan = Plan(found, arguments, trace, ranges, not on_meta(call.module))
     if plan.measured:
         error = difference(plan)
         if not error <= TOLERANCE.get(closer.meta["dtype"], 0.0):
@@ -144,7 +137,7 @@ def _program(found: LeafCall, arguments: Arguments, expert: int) -> Program:
     for i, node in enumerate(found.given):
         device = (
             torch.device("cpu")
-            if i == arguments.ids and _is_meta(found.call)
+            if i == arguments.ids and on_meta(found.call.module)
             else _device(found.call)
         )
         size = (COUNT, shape_of(node)[1])
@@ -180,10 +173,6 @@ def _device(call: ModuleCall) -> torch.device:
     return next((t.device for _, _, t in owned_tensors(call.module)), torch.device("cpu"))
 
 
-def _is_meta(call: ModuleCall) -> bool:
-    return any(tensor.is_meta for _, _, tensor in owned_tensors(call.module))
-
-
 @torch.no_grad()
 def difference(plan: Plan) -> float:
     """The largest difference to the module's own forward on random rows that choose every expert, as a part of the
@@ -209,13 +198,12 @@ def difference(plan: Plan) -> float:
         assert isinstance(width, int)
         tensor = torch.randn(len(ids), width, generator=random)
         given.append(tensor.to(device, node.meta["dtype"]))
-    expected = found.call.run(given, [])[found.result].double()
+    expected = found.call.run(given, [])[found.result]
     values = {plan.trace.others[i]: tensor for i, tensor in enumerate(given)}
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder"]
     tokens = torch.zeros(1, len(ids), dtype=torch.long, device=device)
-    actual = captured.module(*[values.get(str(node.target), tokens) for node in inputs])[0].double()
-    largest = float(expected.abs().max())
-    return float((actual - expected).abs().max()) / largest if largest else float("nan")
+    actual = captured.module(*[values.get(str(node.target), tokens) for node in inputs])[0]
+    return relative_difference(actual, expected)
 
 
 def rewrite(plan: Plan, grafting: Grafting) -> None:
@@ -240,7 +228,7 @@ PASS = Pass(
     "expert_loop",
     kind="experts",
     operator="regraft::expert_linear",
-    pattern=pattern,
+    pattern=find_call,
     check=check,
     rewrite=rewrite,
 )

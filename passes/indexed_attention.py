@@ -40,7 +40,6 @@ from .indexed_selection import Indexer, find_selection
 
 aten = torch.ops.aten
 AnyIndexer = Indexer | PoolIndexer | BlockIndexer
-SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def rewrite(found: Indexed, grafting: Grafting) -> None:
     """Index rows into index_topk, the rows attended to into an operator that reads the selected ones."""
     plan, latent, indexer = found.attention, found.latent, found.indexer
     selected, score = _selected(indexer, grafting), plan.score
-    sequences = tuple(grafting.sequence(name) for name in SEQUENCES)
+    sequences = grafting.sequences()
     shape = (TOKENS, plan.query.heads, plan.value.width)
     if latent is None:
         rows = [as_rows(rows, grafting) for rows in (plan.query, plan.key, plan.value)]
@@ -144,7 +143,7 @@ def _selected(indexer: AnyIndexer, grafting: Grafting) -> fx.Node:
 def _by_rows(indexer: Indexer | PoolIndexer, grafting: Grafting) -> fx.Node:
     scoring = indexer.scoring
     rows = (as_rows(scoring.query, grafting), *_index_rows(indexer, grafting))
-    sequences = tuple(grafting.sequence(name) for name in SEQUENCES)
+    sequences = grafting.sequences()
     how: tuple[object, ...] = (indexer.count, scoring.scale, scoring.relu)
     if isinstance(indexer, PoolIndexer):
         shape = (TOKENS, indexer.count * indexer.size + indexer.size - 1)

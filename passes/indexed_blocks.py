@@ -39,11 +39,11 @@ from regraft.rewriter.scores import Axes, is_masked
 from .block_leaf import Leaf
 from .block_program import Value
 from .block_scores import ROUNDING, Blocks, Rows, read_blocks
-from .decayed_linear import with_numbers
 from .expert_program import tensors_in
 from .indexed_scores import node_named
 from .leaf_copy import copy_leaf
 from .leaf_rows import own_state, sequences
+from .module_calls import with_numbers
 
 aten = torch.ops.aten
 
@@ -340,11 +340,10 @@ def select(indexer: BlockIndexer, pool_name: str, grafting: Grafting) -> fx.Node
         shape=(TOKENS, blocks.heads, blocks.key_width), dtype=dtype,
     )  # fmt: skip
     pool = grafting.row_pool(pool_name, (blocks.key_width,), blocks.key_dtype)
-    metadata = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
     return grafting.call(
         torch.ops.regraft.index_block_topk.default, query, key,
         parts[blocks.weights.value] if blocks.weights else None, pool,
-        *(grafting.sequence(name) for name in metadata), size, blocks.count, blocks.scale, blocks.relu,
+        *grafting.sequences(), size, blocks.count, blocks.scale, blocks.relu,
         shape=(TOKENS, blocks.count * size + size - 1), dtype=torch.int32,
     )  # fmt: skip
 

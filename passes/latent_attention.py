@@ -235,10 +235,7 @@ def rewrite(found: Latent, grafting: Grafting) -> None:
     attended = grafting.call(
         torch.ops.regraft.latent_attention.default,
         *operands(found, grafting, reach),
-        *(
-            grafting.sequence(n, reach)
-            for n in ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
-        ),
+        *grafting.sequences(reach),
         *starts_and_masks(found, grafting),
         shape=(TOKENS, attention.query.heads, found.values.size),
         dtype=attention.query.dtype,

@@ -24,6 +24,9 @@ SEQUENCE_FIELDS = (
 )
 """Names of the metadata tensors that a rewritten graph may take (see runtime/batch.py for shapes and dtypes)."""
 
+PAGED_SEQUENCES = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
+"""Those of them that an operator on paged rows takes, in the order of its arguments."""
+
 PAGED_FIELDS = ("block_table", "slot_mapping")
 """Those of them that say where rows are: one of each for every reach that rows have, see `field_of`."""
 

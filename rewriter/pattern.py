@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .declare import EVERYTHING, Reach, RowSpec, StateSpec, field_of
+from .declare import EVERYTHING, PAGED_SEQUENCES, Reach, RowSpec, StateSpec, field_of
 from .graph import CapturedGraph, Size, describe
 
 
@@ -88,6 +88,10 @@ class Grafting:
     def sequence(self, name: str, reach: Reach = EVERYTHING) -> fx.Node:
         """The placeholder of one metadata tensor (see declare.SEQUENCE_FIELDS), as it is for rows of this reach."""
         return self._input(field_of(name, reach))
+
+    def sequences(self, reach: Reach = EVERYTHING) -> tuple[fx.Node, ...]:
+        """What every paged operator is told of the sequences of a step, in the order of its arguments."""
+        return tuple(self.sequence(name, reach) for name in PAGED_SEQUENCES)
 
     def row_pool(
         self,

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from .declare import RowSpec
+from .declare import PAGED_SEQUENCES, RowSpec
 from .errors import RewriteError
 from .graph import TOKENS, describe, shape_of
 from .pattern import Grafting, Region
 from .replay_cut import cheapest_inputs
 from .token_axis.analysis import Analysis
 from .token_axis.value import Axis, has_tokens
-
-METADATA = ("cu_seqlens", "context_lens", "block_table", "slot_mapping")
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,9 @@ class RowLayout:
 class Replay(nn.Module):
     """The operator that a replayed region becomes.
 
-    `forward(*row_inputs, *pools, *METADATA, *weights)` -> the closer's value on the packed row. Inputs that are None in
-    `layouts` are position_ids: a request's positions are 0, 1, 2, ..., so they are not stored. Weights are arguments
-    so that the graph reads the model's own tensors in one place.
+    `forward(*row_inputs, *pools, *PAGED_SEQUENCES, *weights)` -> the closer's value on the packed row. Inputs that are
+    None in `layouts` are position_ids: a request's positions are 0, 1, 2, ..., so they are not stored. Weights are
+    arguments so that the graph reads the model's own tensors in one place.
     """
 
     def __init__(
@@ -116,9 +114,9 @@ class Replay(nn.Module):
         count = len(self.stored)
         values, pools = tensors[:count], tensors[count : 2 * count]
         cu_seqlens, context_lens, block_table, slot_mapping = tensors[
-            2 * count : 2 * count + len(METADATA)
+            2 * count : 2 * count + len(PAGED_SEQUENCES)
         ]
-        self.weights = tensors[2 * count + len(METADATA) :]
+        self.weights = tensors[2 * count + len(PAGED_SEQUENCES) :]
         for layout, value, pool in zip(self.stored, values, pools, strict=True):
             pool.view(-1, *layout.shape)[slot_mapping] = layout.rows_first(value).to(pool.dtype)
         outputs: list[torch.Tensor] = []
@@ -193,7 +191,7 @@ def _insert(
     pools = [
         grafting.shared_row_pool(RowSpec(row.pool, row.shape, row.dtype)) for row in module.stored
     ]
-    metadata = [grafting.sequence(field) for field in METADATA]
+    metadata = grafting.sequences()
     closer = region.closer
     with grafting.graph.inserting_before(closer):
         node = grafting.graph.call_module(name, (*rows, *pools, *metadata, *weights))

@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from regraft.kernels.varlen import STATELESS
 
+from .declare import PAGED_SEQUENCES
 from .graph import named_arguments
 from .pattern import Declined
 from .pipeline import Rewriting
-from .replay import METADATA, Replay
+from .replay import Replay
 from .stateless_replay import enlist, varlen_replay
 
 aten = torch.ops.aten
@@ -123,7 +124,7 @@ def _random(region: Replay) -> fx.Node | None:
 def _replay(node: fx.Node, region: Replay, inputs: Mapping[str, fx.Node]) -> None:
     """Run a replayed region over each sequence."""
     count, boundaries = len(region.stored), inputs["cu_seqlens"]
-    weights = node.args[2 * count + len(METADATA) :]
+    weights = node.args[2 * count + len(PAGED_SEQUENCES) :]
     with node.graph.inserting_before(node):
         tokens = node.graph.call_function(aten.sym_size.int, (inputs["input_ids"], 1))
         call = node.graph.call_function(

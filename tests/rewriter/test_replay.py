@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from regraft.rewriter.declare import PAGED_SEQUENCES
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import TOKENS
 from regraft.rewriter.pipeline import Rewriting
-from regraft.rewriter.replay import METADATA, Replay, RowLayout
+from regraft.rewriter.replay import Replay, RowLayout
 from regraft.rewriter.token_axis import Axis, analyse, find_regions, regions
 from tests.tolerance import assert_close
 
@@ -181,7 +182,7 @@ def _writes_in_the_order_of_the_row(patch: pytest.MonkeyPatch) -> None:
     forward = Replay.forward
 
     def in_order(self: Replay, *tensors: Tensor) -> Tensor:
-        at = 2 * len(self.stored) + METADATA.index("slot_mapping")
+        at = 2 * len(self.stored) + PAGED_SEQUENCES.index("slot_mapping")
         slots = torch.arange(len(tensors[at])) + PAGE_SIZE
         return forward(self, *tensors[:at], slots, *tensors[at + 1 :])
 
