@@ -14,9 +14,17 @@ from tests.kernels.triton_process import outcomes
 def named(interpreted: bool) -> list[object]:
     """A parameter for each name. One worker runs all of a process's cases: the process is started once."""
     return [
-        pytest.param(name, marks=pytest.mark.xdist_group(f"invariant {interpreted} {kind(name)}"))
+        pytest.param(
+            name,
+            marks=[pytest.mark.xdist_group(f"invariant {interpreted} {kind(name)}"), *slowly(name)],
+        )
         for name, _ in invariant_triton.outcomes(interpreted)
     ]
+
+
+def slowly(name: str) -> list[pytest.MarkDecorator]:
+    """Whole attentions and recurrences take the interpreter minutes. Those of their bits stay with the fast tests."""
+    return [pytest.mark.slow] if kind(name) in ("attention", "recurrent") else []
 
 
 def kind(name: str) -> str:
