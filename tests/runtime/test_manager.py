@@ -124,7 +124,9 @@ def test_requests_may_be_added_before_the_start(engine):
 
 
 def test_a_fatal_error_reaches_every_waiter(engine, manager):
-    slow(engine, 0.05)  # five seconds for a hundred tokens: all still wait when the step fails, on a busy machine too
+    slow(
+        engine, 0.05
+    )  # five seconds for a hundred tokens: all still wait when the step fails, on a busy machine too
     names = manager.add_requests(make_prompts(6), max_new_tokens=100)
     results = {}
     threads = [
