@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch._ops import OpOverload
@@ -46,6 +47,7 @@ def first_name(operator: OpOverload) -> OpOverload:
     return operator
 
 
+@cache  # the defaults are made of all of ATen anew at each call
 def taken_apart() -> dict[OpOverload, Callable[..., object]]:
     """Operator -> what to run in its place, for `ExportedProgram.run_decompositions`."""
     table = default_decompositions()

@@ -39,8 +39,11 @@ def mark_returned_rows(captured: CapturedGraph) -> int:
 
 def _candidates(analysis: Analysis) -> list[fx.Node]:
     """Numbers in the shape of rows that the logits need and whose rows are lost, in the order of the graph."""
+    wide = [n for n in analysis.graph.nodes if token_dim(n) is not None and analysis.is_wide(n)]
+    if not wide:  # as in most graphs: no need to grow their regions here too
+        return []
     lost = lost_nodes(analysis)
-    return [node for node in analysis.graph.nodes if node in lost and token_dim(node) is not None]
+    return [node for node in wide if node in lost]
 
 
 def token_dim(node: fx.Node) -> int | None:
