@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 
 from regraft.rewriter.errors import first_line
 from regraft.rewriter.leaves import LeafUnsupported
-from regraft.rewriter.module_leaf import ModuleCall, Slot, owned_tensors
+from regraft.rewriter.module_leaf import ModuleCall, Slot
 from regraft.rewriter.untouched import untouched
 
 from .expert_program import tensors_in
+from .module_calls import device_of
 
 TOPK = (torch.topk, Tensor.topk)
 
@@ -48,7 +49,7 @@ class Leaf:
     @property
     def device(self) -> torch.device:
         """Where the module's tensors are."""
-        return next((t.device for _, _, t in owned_tensors(self.call.module)), torch.device("cpu"))
+        return device_of(self.call)
 
     def rows(self, length: int, seed: int) -> dict[int, Tensor]:
         """Random rows by number of the argument."""

@@ -17,7 +17,7 @@ from torch import fx
 from regraft.rewriter.attention_core import Core
 from regraft.rewriter.formulas import Cell, Value, cases, in_one_request, number
 from regraft.rewriter.graph import is_aten
-from regraft.rewriter.indexing import Coordinates, argument, arguments, sizes_of
+from regraft.rewriter.indexing import Coordinates, arguments, sizes_of
 from regraft.rewriter.integers import (
     ZERO,
     Condition,
@@ -34,7 +34,7 @@ from regraft.rewriter.scores import Axes, is_masked
 from .compressed_entries import Entries, read_entries
 from .indexed_elements import PoolElements
 from .indexed_scores import Scoring, node_named, read_weighed
-from .indexed_selection import count_of, two_values
+from .indexed_selection import count_of_largest, two_values
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def _read_scores(
     topk: fx.Node, elements: _Choices, place: Coordinates, axes: Axes, rate: int, masked: float
 ) -> Selection | Declined:  # fmt: skip
     """The top-k is of scores of whole windows, by entries that queries of an indexer meet."""
-    count, dim = count_of(topk), argument(topk, 2, "dim", -1) % len(place)
-    if count is None or dim != len(place) - 1 or argument(topk, 3, "largest", True) is not True:
+    count = count_of_largest(topk, len(place))
+    if count is None:
         return Declined("the top-k is not of a constant number of largest scores", topk, 0.6)
     score = told(number(elements.at(arguments(topk)[0], place)))
     seen = [(when, leaf) for when, leaf in cases(score) if not is_masked(leaf, masked)]

@@ -27,7 +27,7 @@ from regraft.rewriter.pattern import Declined, Grafting, Pass
 
 from .expert_program import COUNT, Program, record
 from .leaf_copy import copy_leaf
-from .module_calls import TOLERANCE, LeafCall, find_call, relative_difference
+from .module_calls import TOLERANCE, LeafCall, device_of, find_call, relative_difference
 
 TOKENS_TRACED = 7
 
@@ -138,7 +138,7 @@ def _program(found: LeafCall, arguments: Arguments, expert: int) -> Program:
         device = (
             torch.device("cpu")
             if i == arguments.ids and on_meta(found.call.module)
-            else _device(found.call)
+            else device_of(found.call)
         )
         size = (COUNT, shape_of(node)[1])
         fill = expert if i == arguments.ids else 1
@@ -169,17 +169,13 @@ def _without_loop(call: ModuleCall, arguments: Arguments, ranges: tuple[Range, .
     return forward
 
 
-def _device(call: ModuleCall) -> torch.device:
-    return next((t.device for _, _, t in owned_tensors(call.module)), torch.device("cpu"))
-
-
 @torch.no_grad()
 def difference(plan: Plan) -> float:
     """The largest difference to the module's own forward on random rows that choose every expert, as a part of the
     largest magnitude.
     """
     found, arguments, captured = plan.found, plan.arguments, plan.trace.captured
-    device = _device(found.call)
+    device = device_of(found.call)
     random = torch.Generator().manual_seed(0)
     choices = shape_of(found.given[arguments.ids])[1]
     assert isinstance(choices, int)

@@ -26,7 +26,7 @@ from regraft.rewriter.scores import Axes, is_masked
 
 from .indexed_elements import PoolElements, counter, decide
 from .indexed_scores import Scoring, node_named, read_weighed
-from .indexed_selection import count_of, through_casts
+from .indexed_selection import count_of_largest, through_casts
 
 
 @dataclass(frozen=True)
@@ -164,8 +164,8 @@ def _read_scores(
     topk: fx.Node, elements: PoolElements, place: Coordinates, whole: Condition, axes: Axes, size: int
 ) -> PoolIndexer | Declined:  # fmt: skip
     """The top-k is of scores of whole pools, by keys that are weighted means of the pools' index keys."""
-    count, dim = count_of(topk), argument(topk, 2, "dim", -1) % len(place)
-    if count is None or dim != len(place) - 1 or argument(topk, 3, "largest", True) is not True:
+    count = count_of_largest(topk, len(place))
+    if count is None:
         return Declined("the top-k is not of a constant number of largest scores", topk, 0.5)
     score = decide(elements.at(arguments(topk)[0], place), elements.known)
     seen = [(when, leaf) for when, leaf in cases(score) if not is_masked(leaf)]

@@ -121,6 +121,14 @@ def count_of(topk: fx.Node) -> int | None:
     return int(size) if size is not None and size.is_Integer and size > 0 else None
 
 
+def count_of_largest(topk: fx.Node, rank: int) -> int | None:
+    """k, where the top-k is of the largest elements along the last of `rank` dimensions."""
+    of_largest = argument(topk, 3, "largest", True) is True
+    return (
+        count_of(topk) if of_largest and argument(topk, 2, "dim", -1) % rank == rank - 1 else None
+    )
+
+
 def _read_scores(
     topk: fx.Node, count: int, scores: Element, axes: Axes, masked: float
 ) -> Indexer | Declined:

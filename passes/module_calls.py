@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from regraft.rewriter.initialised import initialised
 from regraft.rewriter.meta_twin import on_meta
-from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf
+from regraft.rewriter.module_leaf import ModuleCall, is_module_leaf, owned_tensors
 from regraft.rewriter.pattern import Declined, Region
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
@@ -41,6 +41,11 @@ def find_call(region: Region) -> LeafCall | Declined:
     if closer.target is not operator.getitem or not is_module_leaf(closer.args[0]):
         return Declined("not a module that was kept whole", closer)
     return LeafCall(region, closer.args[0], closer.args[1])
+
+
+def device_of(call: ModuleCall) -> torch.device:
+    """Where the module's tensors are."""
+    return next((t.device for _, _, t in owned_tensors(call.module)), torch.device("cpu"))
 
 
 def with_numbers(call: ModuleCall, *, only_buffers: bool) -> ModuleCall:

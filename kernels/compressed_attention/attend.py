@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from regraft.kernels.indexed_attention.gather import shares_of
 from regraft.kernels.indexed_attention.select import places
 
 from . import pages
@@ -121,12 +122,4 @@ def attend(q: Tensor, keys: Tensor, seen: Tensor, scale: float, sinks: Tensor | 
         keys = keys.masked_fill(~seen[..., None], 0)
     keys = keys.to(wide)
     scores = (q.to(wide) @ keys.transpose(-1, -2) * scale).masked_fill(~seen[:, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks.to(wide)[:, None])
-    top = top.masked_fill(top == -torch.inf, 0)
-    shares = torch.exp(scores - top)
-    total = shares.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.to(wide)[:, None] - top)
-    return (shares / total.clamp(min=torch.finfo(wide).tiny)) @ keys
+    return shares_of(scores, sinks) @ keys

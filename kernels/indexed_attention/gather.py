@@ -161,7 +161,6 @@ def _attend(
     q: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scoring: Scoring
 ) -> Tensor:  # fmt: skip
     """Softmax attention of each token over its own rows; zero where it sees none."""
-    sinks = scoring.sinks
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     # what is in a row that is not seen may be anything, a NaN too
     hidden = ~seen[:, :, None, None]
@@ -170,14 +169,20 @@ def _attend(
     scores = torch.einsum("nghd,nkgd->nghk", grouped, keys).flatten(1, 2) * scoring.scale
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    scores = scores.masked_fill(~seen[:, None], -torch.inf)
+    shares = shares_of(scores.masked_fill(~seen[:, None], -torch.inf), scoring.sinks)
+    shares = shares.unflatten(1, (keys.shape[2], -1))
+    return torch.einsum("nghk,nkgv->nghv", shares, values).flatten(1, 2).to(q.dtype)
+
+
+def shares_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [n, H, K] over the keys and a head's sink [H]; zeros where no key is seen (-inf)."""
     top = scores.amax(-1, keepdim=True)
     if sinks is not None:
-        top = torch.maximum(top, sinks.to(wide)[:, None])
+        sinks = sinks.to(scores.dtype)[:, None]
+        top = torch.maximum(top, sinks)
     top = top.masked_fill(top == -torch.inf, 0)
     shares = torch.exp(scores - top)
     total = shares.sum(-1, keepdim=True)
     if sinks is not None:
-        total = total + torch.exp(sinks.to(wide)[:, None] - top)
-    shares = (shares / total.clamp(min=torch.finfo(wide).tiny)).unflatten(1, (keys.shape[2], -1))
-    return torch.einsum("nghk,nkgv->nghv", shares, values).flatten(1, 2).to(q.dtype)
+        total = total + torch.exp(sinks - top)
+    return shares / total.clamp(min=torch.finfo(scores.dtype).tiny)
