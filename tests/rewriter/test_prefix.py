@@ -44,7 +44,7 @@ REFUSED = {
     toys.sorted_tokens: "sort over tokens: aten.sort.default",
     toys.sorted_and_back: "argsort over tokens: aten.argsort.default",
     toys.swapped_view: "rows are reordered by a view: aten.reshape.default",
-    toys.group_norm: "no rule for aten.group_norm.default: aten.group_norm.default",
+    toys.group_norm: "group_norm over tokens: aten.group_norm.default",
 }
 
 
