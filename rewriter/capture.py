@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from .admit import admit, inner_model
 from .aliases import taken_apart
 from .errors import RewriteError, first_line
+from .functional import functional
 from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
 from .lift import lift, own_files
@@ -180,7 +181,7 @@ def _attempt(row: _PackedRow, tokens: int) -> tuple[ExportedProgram, sympy.Symbo
     assert watch.symbol is not None and watch.shape_env is not None
     where = _interval(watch, 0, len(watch.shape_env.guards), tokens)
     with quiet():
-        return program.run_decompositions(taken_apart()), watch.symbol, where
+        return functional(program, taken_apart()), watch.symbol, where
 
 
 def _export(row: _PackedRow, tokens: int) -> ExportedProgram:

@@ -27,6 +27,7 @@ from .dynamo_own_gradient import own_gradient_of
 from .dynamo_range import interval_of
 from .dynamo_stops import stops
 from .errors import first_line
+from .functional import functional
 from .graph import CapturedGraph
 from .lift import lift
 from .normal_form import normalize
@@ -253,7 +254,7 @@ def _export(row: _Row) -> ExportedProgram:
         program = torch.export.export(
             row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
         )
-        return program.run_decompositions({})
+        return functional(program, {})
 
 
 def _prefix(module: fx.GraphModule) -> str:

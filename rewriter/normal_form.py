@@ -99,6 +99,7 @@ def _spell(node: fx.Node) -> None:
         node.target = first_name(node.target)
     if is_aten(node, "view", "_unsafe_view", "reshape"):
         node.target = aten.reshape.default
+        _name_open_size(node)
     elif is_aten(node, "t"):
         node.target, node.args = aten.transpose.int, (node.args[0], 0, 1)
     elif is_aten(node, *FILLS):
@@ -106,6 +107,17 @@ def _spell(node: fx.Node) -> None:
     elif is_aten(node, "index_put") and _writes_one_number(node):
         target, (mask,), number = node.args[:3]
         node.target, node.args, node.kwargs = aten.where.self, (mask, number, target), {}
+
+
+def _name_open_size(node: fx.Node) -> None:
+    """reshape(x, [1, -1, 64]): what -1 stands for, where that is a number or T."""
+    shape = node.meta["shape"]
+    if shape is None or -1 not in node.args[1]:
+        return
+    place = list(node.args[1]).index(-1)
+    size = token_count(node.graph) if shape[place] == TOKENS else shape[place]
+    if isinstance(size, (int, fx.Node)):
+        node.args = (node.args[0], [*node.args[1][:place], size, *node.args[1][place + 1 :]])
 
 
 def _writes_one_number(node: fx.Node) -> bool:
