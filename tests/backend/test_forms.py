@@ -42,6 +42,9 @@ COUNTS_PADDING = ("gpt2", "llama4", "gptj", "codegen")
 BREAKS = ("glm5_next",)
 
 
+APART = ("qwen3", "gemma2", "deepseek_v3", "deepseek_v32")
+"""Families whose own forward keeps the texts of a packed row apart; that of all others mixes them."""
+
 QUICK = ("qwen3", "gpt_oss", "qwen3_next")
 """In every form; of the other kinds, where minutes count, packed alone."""
 
@@ -70,6 +73,10 @@ def check(name: str, *forms: str) -> None:
 def test_packed(name: str) -> None:
     """Each text as by itself, nothing left to the model's own mixing."""
     check(name, "packed")
+    model, call = build(name), batch("packed", texts(name))
+    with torch.no_grad():
+        own = call.split(model(**call.inputs, use_cache=False).logits)
+    assert (worst(own, alone(model, call.texts)) > 100 * LOGITS) is (name not in APART)
 
 
 @pytest.mark.parametrize("name", slow_but([n for n in KINDS if n not in BREAKS], QUICK))
@@ -80,19 +87,3 @@ def test_padded(name: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_plain(name: str) -> None:
     check(name, "plain")
-
-
-@pytest.mark.parametrize("name", ["bloom", "gpt_oss"])  # others: test_zoo.py
-@pytest.mark.slow
-def test_where_the_model_leaks(name: str) -> None:
-    """The model's own forward mixes the texts of a packed row; the backend's does not."""
-    model, call = build(name), batch("packed", texts(name))
-    own = dict(call.inputs)
-    with torch.no_grad():
-        expected = alone(model, call.texts)
-        leaking = call.split(model(**own, use_cache=False).logits)
-    assert worst(leaking, expected) > 100 * LOGITS
-    with fresh_dynamo() as reports, torch.no_grad():
-        logits = compiled(model)(**call.inputs, use_cache=False).logits
-    assert worst(call.split(logits), expected) <= LOGITS
-    assert [report.served for report in reports] == [True]
