@@ -109,8 +109,15 @@ def _fills_part(node: fx.Node) -> bool:
         and [*part.users] == [node]
         and not node.users
         and _memory(source) != _memory(part)
-        and _is_alone(node, part.args[0])
+        and _is_alone(node, _whole(part))
     )
+
+
+def _whole(part: fx.Node) -> fx.Node:
+    """What a slice, of a slice, is a part of."""
+    while is_aten(part, "slice"):
+        part = part.args[0]
+    return part
 
 
 def _is_alone(write: fx.Node, base: fx.Node) -> bool:
@@ -140,15 +147,22 @@ def _write_elsewhere(node: fx.Node) -> None:
 
 
 def _write_part_elsewhere(node: fx.Node) -> None:
-    """x[..., i:j] = y as slice_scatter(x, y, ...), which is what x is from here on."""
-    part, source = node.args[:2]
+    """x[i:j] = y as slice_scatter(x, y, ...), which is what x is from here on; the same for a slice of a slice."""
+    part, written = node.args[:2]
     assert isinstance(part, fx.Node)
-    base, *place = part.args
-    assert isinstance(base, fx.Node)
-    meta = {**node.meta, "val": base.meta["val"]}
-    node.target, node.args = aten.slice_scatter.default, (base, source, *place)
-    node.meta = meta
-    base.replace_all_uses_with(node, delete_user_cb=lambda user: node < user)
+    base = _whole(part)
+    while part is not base:
+        within, *place = part.args
+        assert isinstance(within, fx.Node)
+        with node.graph.inserting_before(node):
+            written = node.graph.call_function(
+                aten.slice_scatter.default, (within, written, *place)
+            )
+        written.meta = {**node.meta, "val": within.meta["val"]}
+        part = within
+    assert isinstance(written, fx.Node)
+    base.replace_all_uses_with(written, delete_user_cb=lambda user: node < user)
+    node.graph.erase_node(node)
 
 
 def _spell_cast(node: fx.Node) -> None:
