@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import fx
@@ -38,9 +38,11 @@ from torch._guards import CompileContext
 from .backend_report import GraphReport, record
 from .dynamo_break import graph_break
 from .dynamo_cut import unknown_nodes
+from .dynamo_frame import frame_call
 from .dynamo_graft import graft
 from .dynamo_inline import inlined
-from .dynamo_inputs import Inputs, read_inputs, source_name
+from .dynamo_inputs import Inputs, example_of, read_inputs, source_name, traced_module
+from .dynamo_keep import KeptModules
 from .dynamo_prepare import Preparation, needs_preparation, prepare
 from .dynamo_unused import with_unused_inputs
 from .errors import RewriteError
@@ -105,6 +107,7 @@ class _Stage:
     """What an earlier trace of the same frame led to: a preparation, or a reason to leave the graph alone."""
 
     preparation: Preparation | None = None
+    kept: KeptModules | None = None
     declined: Declined | None = None
 
 
@@ -134,18 +137,36 @@ def regraft_backend(
     if isinstance(inputs, Declined):
         return _leave_alone(module, example_inputs, inputs, chosen)
     if stage is None and needs_preparation(module, inputs):
-        _start_over(_Stage(preparation=prepare(module, inputs, example_inputs)))
+        _prepare(module, inputs, example_inputs, _modules_to_keep(inputs))
     example_inputs = with_unused_inputs(module, example_inputs)
     grafted = _graft(module, example_inputs, chosen)
     if not isinstance(grafted, Declined):
         grafted.report.ends = graph_break(module)
         record(grafted.report)
         return grafted.as_function()
+    if stage is None:
+        _prepare(module, inputs, example_inputs, _modules_to_keep(inputs))
+    if (kept := stage.kept) is not None:
+        reason = kept.fixing(tuple(example_of(inputs.input_ids).shape))
+        if reason is not None and kept.add(reason):
+            _prepare(module, inputs, example_inputs, kept)
+        if kept.given_up:
+            grafted = replace(grafted, reason=f"{grafted.reason}; not kept whole: {kept.given_up}")
     if chosen.strict or chosen.batch_invariant:
         raise Refused(grafted)
-    if stage is None:
-        return _leave_alone(module, example_inputs, grafted, chosen)
     return _start_over(_Stage(declined=grafted))
+
+
+def _modules_to_keep(inputs: Inputs) -> KeptModules | None:
+    """None as yet."""
+    call = frame_call()
+    return None if call is None else KeptModules(call, source_name(inputs.input_ids))
+
+
+def _prepare(
+    module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any], kept: KeptModules | None
+) -> NoReturn:
+    _start_over(_Stage(prepare(module, inputs, examples, kept), kept))
 
 
 def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) -> Grafted | Declined:
@@ -158,7 +179,14 @@ def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) ->
     if options.batch_invariant:
         finish = importlib.import_module("regraft.passes.invariant_training").make_trainable
     return graft(
-        module, inputs, examples, passes.PIPELINE, options.backend, options.fallback, finish
+        module,
+        inputs,
+        examples,
+        passes.PIPELINE,
+        options.backend,
+        options.fallback,
+        traced_module(),
+        finish,
     )
 
 

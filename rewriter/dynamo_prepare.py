@@ -7,6 +7,7 @@ with a few changes that last for that one trace and are undone when it ends, how
     sizes     the dimensions of the token inputs are marked as dynamic
     leaves    functions that loop over time (rewriter/leaves.py) go into the graph as one call each
     experts   go through the batched form, which is row-local by plain algebra
+    modules   Dynamo is followed from module to module, and those that it must not look into become one call each
     values    where the graph broke at an operation whose shape or number depends on values, Dynamo may keep it
 """
 
@@ -23,6 +24,7 @@ from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from .dynamo_inline import nodes_within
 from .dynamo_inputs import Inputs, mark_dynamic, traced_module
+from .dynamo_keep import KeptModules
 from .dynamo_unused import unread_positions
 from .leaf_calls import stand_in
 from .leaves import LEAVES, kernel_name
@@ -55,11 +57,15 @@ def needs_preparation(module: fx.GraphModule, inputs: Inputs) -> bool:
     )
 
 
-def prepare(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> Preparation:
+def prepare(
+    module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any], kept: KeptModules | None = None
+) -> Preparation:
     """Make the changes. They end with `end`, or else when Dynamo has finished this frame."""
     done = Preparation()
     callback_handler.register_end_callback(done.end)
     done.undo.append(lambda: callback_handler.remove_end_callback(done.end))
+    if kept is not None:
+        done.undo.append(kept.watch())
     for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
         if (
             isinstance(example, torch.Tensor)
