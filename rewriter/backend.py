@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
@@ -40,10 +41,11 @@ from .dynamo_break import graph_break
 from .dynamo_cut import unknown_nodes
 from .dynamo_frame import frame_call
 from .dynamo_graft import graft
+from .dynamo_hook import lacking_settings, on_failure
 from .dynamo_inline import inlined
 from .dynamo_inputs import Inputs, example_of, read_inputs, source_name, traced_module
 from .dynamo_keep import KeptModules
-from .dynamo_prepare import Preparation, needs_preparation, prepare
+from .dynamo_prepare import Preparation, needs_preparation, prepare, token_inputs
 from .dynamo_unused import with_unused_inputs
 from .errors import RewriteError
 from .grafted import Grafted
@@ -142,31 +144,63 @@ def regraft_backend(
     grafted = _graft(module, example_inputs, chosen)
     if not isinstance(grafted, Declined):
         grafted.report.ends = graph_break(module)
+        if grafted.report.ends and stage is not None and stage.kept is not None:
+            grafted.report.ends += _why_not(stage.kept)
         record(grafted.report)
         return grafted.as_function()
+    tokens = token_inputs(module, inputs, example_inputs)
     if stage is None:
-        _prepare(module, inputs, example_inputs, _modules_to_keep(inputs))
+        _prepare(module, tokens, _modules_to_keep())
     if (kept := stage.kept) is not None:
         reason = kept.fixing(tuple(example_of(inputs.input_ids).shape))
         if reason is not None and kept.add(reason):
-            _prepare(module, inputs, example_inputs, kept)
-        if kept.given_up:
-            grafted = replace(grafted, reason=f"{grafted.reason}; not kept whole: {kept.given_up}")
+            _prepare(module, tokens, kept)
+        grafted = replace(grafted, reason=grafted.reason + _why_not(kept))
     if chosen.strict or chosen.batch_invariant:
         raise Refused(grafted)
     return _start_over(_Stage(declined=grafted))
 
 
-def _modules_to_keep(inputs: Inputs) -> KeptModules | None:
+def _why_not(kept: KeptModules) -> str:
+    return f"; no module can be kept whole: {kept.given_up}" if kept.given_up else ""
+
+
+def _modules_to_keep() -> KeptModules | None:
     """None as yet."""
     call = frame_call()
-    return None if call is None else KeptModules(call, source_name(inputs.input_ids))
+    return None if call is None else KeptModules(call)
 
 
 def _prepare(
-    module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any], kept: KeptModules | None
+    module: fx.GraphModule | None,
+    tokens: Sequence[torch.Tensor],
+    kept: KeptModules | None,
 ) -> NoReturn:
-    _start_over(_Stage(prepare(module, inputs, examples, kept), kept))
+    preparation = prepare(module, tokens, kept)
+    compilation = CompileContext.current_compile_id()
+    preparation.undo.append(lambda: _stages.pop(compilation, None))
+    _start_over(_Stage(preparation, kept))
+
+
+def _failed(tx: InstructionTranslator, error: BaseException) -> None:
+    """A frame's trace has failed within a function. The frame may be one that no backend is called for."""
+    if not _is_ours(tx.output.compiler_fn) or CompileContext.current_compile_id() in _stages:
+        return
+    kept = _modules_to_keep()
+    if kept is not None:
+        kept.settings = lacking_settings(str(error))
+        _prepare(None, list(kept.call.given.values()), kept)
+
+
+def _is_ours(compiler: object) -> bool:
+    """Whether Dynamo traces for this backend, under whatever it wraps a backend in."""
+    while compiler is not None and compiler is not regraft_backend:
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        compiler = inner or getattr(compiler, "compiler_fn", None)
+    return compiler is not None
+
+
+on_failure(_failed)
 
 
 def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) -> Grafted | Declined:

@@ -94,10 +94,12 @@ def frame_call() -> FrameCall | None:
         return None if isinstance(value, Tensor) else value
 
     names = [*inspect.signature(type(module).forward).parameters][1:]
-    args = tuple(kept(v, names[i] if i < len(names) else "") for i, v in enumerate(args))
-    kwargs = {name: kept(value, name) for name, value in kwargs.items()}
-    if "position_ids" in names[len(args) :] and kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = _Token("position_ids")  # those of a long row may end a table
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "position_ids" in names and named.get("position_ids") is None:
+        named["position_ids"] = _Token("position_ids")  # those of a long row may end a table
+    rest = tuple(kept(value, "") for value in args[len(names) :])
+    kwargs = {name: kept(value, name) for name, value in named.items()}
+    args = () if not rest else tuple(kwargs.pop(name) for name in names) + rest
     plain = (*CONSTANTS, _Token)
     if "input_ids" not in given or not all(
         isinstance(leaf, plain) for leaf in pytree.tree_leaves((args, kwargs))

@@ -63,7 +63,9 @@ def graft(
     captured = lowered.captured
     try:
         served = [step for step in passes if _is_stateless(step)]
-        with torch._guards.tracing(None):  # passes trace modules, which is none of Dynamo's business
+        with torch._guards.tracing(
+            None
+        ):  # passes trace modules, which is none of Dynamo's business
             state = rewrite(captured, served, fallback=fallback)
         added = added_weights(captured, lowered.placeholder_of, root)
         form = stateless(state, {**lowered.placeholder_of, **added})

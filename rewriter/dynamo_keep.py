@@ -18,23 +18,26 @@ from typing import Any, NoReturn
 import sympy
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, Unsupported, UserError
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
-from torch._dynamo.variables import TorchInGraphFunctionVariable, UnspecializedNNModuleVariable
+from torch._dynamo.variables import (
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    UnspecializedNNModuleVariable,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from .capture import about_layout
 from .dynamo_frame import FrameCall
-from .dynamo_inputs import example_of, source_name
+from .dynamo_hook import FAILURES, lacking_settings
+from .dynamo_inputs import example_of
 from .errors import RewriteError, first_line
 from .leaf_shapes import ShapeOf
 from .leaves import LeafUnsupported
 from .opaque import OpaqueModules, Untraceable
 from .sizes import guard_interval
 from .watch import Spans
-
-_FAILED = (Unsupported, UserError)
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,18 @@ class KeptCall:
     module: nn.Module
 
     def emit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator `regraft::module_leaf` in its place, in a trace over one row. Raises LeafUnsupported."""
+        """The operator `regraft::module_leaf` in its place, in a trace over one row. Raises LeafUnsupported.
+
+        The first argument is what the model has written by now into tensors that the module holds.
+        """
+        written, *args = args
         sizes = [size for leaf in pytree.tree_leaves((args, kwargs)) for size in _sizes(leaf)]
         symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
         symbol = symbols.pop() if len(symbols) == 1 else None
         forward = self.module.forward
-        return self.opaque.call(self.path, self.number, forward, args, kwargs, symbol)
+        return self.opaque.call(
+            self.path, self.number, forward, tuple(args), kwargs, symbol, written
+        )
 
 
 def kept_call_of(node: fx.Node) -> KeptCall | None:
@@ -63,10 +72,13 @@ def kept_call_of(node: fx.Node) -> KeptCall | None:
 
 @dataclass
 class KeptModules:
-    """Those of one frame, over all its traces. `given_up` says why none are kept after all."""
+    """Those of one frame, over all its traces. `given_up` says why none are kept after all.
+
+    `settings` are those of Dynamo that its traces need.
+    """
 
     call: FrameCall
-    ids_source: str
+    settings: dict[str, bool] = field(default_factory=dict)
     opaque: OpaqueModules = field(init=False)
     given_up: str = ""
 
@@ -88,6 +100,9 @@ class KeptModules:
 
     def watch(self) -> Callable[[], None]:
         """Follow Dynamo from now on, until what is returned is called."""
+        self._settings = contextlib.ExitStack()
+        if self.settings:
+            self._settings.enter_context(torch._dynamo.config.patch(self.settings))
         plain = InstructionTranslatorBase.inline_user_function_return
         self._begin()
 
@@ -101,11 +116,16 @@ class KeptModules:
             if path is None:
                 return go_on()
             if path in self.opaque.paths:
-                return self._keep(tx, path, list(args[1:]), kwargs)
+                return self._keep(tx, path, args[0], list(args[1:]), kwargs)
             return self._follow(tx, path, [*args[1:], *kwargs.values()], go_on)
 
         InstructionTranslatorBase.inline_user_function_return = inline  # type: ignore[method-assign]
-        return lambda: setattr(InstructionTranslatorBase, "inline_user_function_return", plain)
+
+        def end() -> None:
+            InstructionTranslatorBase.inline_user_function_return = plain  # type: ignore[method-assign]
+            self._settings.close()
+
+        return end
 
     def _path(self, tx: Any, function: Any, args: Any) -> str | None:
         """Of the module whose forward Dynamo is about to trace into."""
@@ -120,71 +140,101 @@ class KeptModules:
 
     def _follow(self, tx: Any, path: str, given: list[Any], go_on: Callable[[], Any]) -> Any:
         guards = tx.output.shape_env.guards
+        before = len(guards)
         if any(self._is_ids(value) for value in given) and self._is_most(path):
             self._trunks.add(path)
         self._spans.enters(path, len(guards))
         try:
             result = go_on()
-        except _FAILED as error:
+        except FAILURES as error:
             if self._failed is None:
                 self._failed = Untraceable(path, first_line(error), _line(error))
             self._spans.leaves(path, len(guards))
             if self._spans.innermost is None and not self.given_up:
+                self._enable(lacking_settings(str(error)))
                 self._again(self._failed)
             raise
         self._spans.leaves(path, len(guards))
         self._failed = None  # what failed within is made up for
+        if len(guards) > before and not self.given_up:
+            ids = self._ids(tx)
+            reason = None if ids is None else self.fixing(tuple(example_of(ids).shape))
+            if reason is not None:
+                self._again(reason)
         return result
 
+    def _ids(self, tx: Any) -> fx.Node | None:
+        """The input of the graph that holds token ids; None if none does as yet."""
+        return next(filter(self._is_ids_node, tx.output.placeholders), None)
+
+    def _enable(self, settings: dict[str, bool]) -> None:
+        """Where a setting may be all that Dynamo lacked, let it start over with that."""
+        if settings:
+            self.settings |= settings
+            self._settings.enter_context(torch._dynamo.config.patch(settings))
+            self._restart()
+
     def _is_ids(self, value: Any) -> bool:
-        node = value.as_proxy().node if value.is_tensor() else None
-        return (
-            node is not None and node.op == "placeholder" and source_name(node) == self.ids_source
-        )
+        return value.is_tensor() and self._is_ids_node(value.as_proxy().node)
+
+    def _is_ids_node(self, node: fx.Node) -> bool:
+        argument = node.meta.get("grapharg")
+        return argument is not None and argument.example is self.call.given["input_ids"]
 
     def _is_most(self, path: str) -> bool:
         """Whether most of the modules lie within this one: it is the model itself, given a head."""
         inside = sum(name.startswith(f"{path}.") for name in self._names.values())
         return 2 * inside > len(self._names)
 
-    def _keep(self, tx: Any, path: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _keep(self, tx: Any, path: str, owner: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         number = self._seen[path]
         self._seen[path] += 1
         try:
-            ids = next(
-                node
-                for node in tx.output.placeholders
-                if node.meta.get("grapharg") is not None and source_name(node) == self.ids_source
-            )
+            ids = self._ids(tx)
+            if ids is None:
+                raise LeafUnsupported(f"{path} is called before anything reads token ids")
             shapes = self.opaque.shapes_in_batch(path, number, *example_of(ids).shape)
             call = KeptCall(self.opaque, path, number, self.call.module.get_submodule(path))
-            return TorchInGraphFunctionVariable(_stand_in(call, shapes)).call_function(
-                tx, args, kwargs
+            written = TupleVariable(
+                [self._held(tx, owner, path, *at) for at in self.opaque.writes(path)]
             )
-        except (*_FAILED, LeafUnsupported, StopIteration) as error:
+            function = TorchInGraphFunctionVariable(_stand_in(call, shapes))
+            return function.call_function(tx, [written, *args], kwargs)
+        except (*FAILURES, LeafUnsupported) as error:
             self._again(Untraceable(path, first_line(error)))
+
+    def _held(self, tx: Any, owner: Any, path: str, holder: nn.Module, name: str) -> Any:
+        """A tensor that some module within the one at `path` holds, as Dynamo knows it by now."""
+        full = next(at for at, module in self.call.module.named_modules() if module is holder)
+        for part in [*filter(None, full.removeprefix(path).split(".")), name]:
+            owner = owner.var_getattr(tx, part)
+        return owner
 
     def _again(self, reason: Untraceable) -> NoReturn:
         """Let Dynamo start over, with one more kind of module kept, or none."""
         self.add(reason)
+        self._restart()
+
+    def _restart(self) -> NoReturn:
         InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="regraft: trace again")
 
     def fixing(self, sizes: tuple[Any, ...]) -> Untraceable | None:
         """Where the trace fixed one of these sizes of input_ids, or counts blocks of it."""
         batch, tokens = (getattr(size, "node", None) for size in sizes)
-        for node, others in ((tokens, batch), (batch, None)):
+        for node, other in ((tokens, batch), (batch, None)):
             if node is None or not isinstance(node._expr, sympy.Symbol):
                 continue
-            one = {} if others is None else {others._expr: sympy.Integer(1)}
-            for index, guard in enumerate(node.shape_env.guards):
-                expr = guard.expr.xreplace(one)
+            guards = node.shape_env.guards
+            one = {} if other is None else dict.fromkeys(_names(other._expr, guards), sympy.S.One)
+            alike = dict.fromkeys(_names(node._expr, guards), node._expr)
+            for index, guard in enumerate(guards):
+                expr = guard.expr.xreplace({**one, **alike})
                 if expr.free_symbols != {node._expr} or about_layout(guard):
                     continue
                 if guard_interval(expr, node._expr, int(node.hint)) is None:
                     problem = f"it holds only where {expr} ({node._expr} is a size of input_ids)"
-                    path = self._spans.path_of_guard(index)
-                    return Untraceable(path, problem, first_line(Exception(guard.sloc)))
+                    return Untraceable(self._spans.path_of_guard(index), problem, str(guard.sloc))
         return None
 
     def add(self, reason: Untraceable) -> bool:
@@ -203,14 +253,28 @@ class KeptModules:
         except (RewriteError, RuntimeError, ValueError, IndexError, TypeError) as error:
             self.given_up = first_line(error)
             self._keep_nothing()
+            self.settings = {}  # it may have failed with them only
+            self._settings.close()
             return False
         return True
+
+
+def _names(symbol: sympy.Symbol, guards: list[Any]) -> set[sympy.Symbol]:
+    """All symbols that the guards say are equal to this one."""
+    found, size = {symbol}, 0
+    while size != len(found):
+        size = len(found)
+        for guard in guards:
+            pair = guard.expr.args if isinstance(guard.expr, sympy.Eq) else ()
+            if all(isinstance(one, sympy.Symbol) for one in pair) and found & set(pair):
+                found |= set(pair)
+    return found
 
 
 def _stand_in(call: KeptCall, shapes: Any) -> Callable[..., Any]:
     """A function that Dynamo puts into its graph as one call. `shapes` is its result, ShapeOf in place of tensors."""
 
-    def module_call(*args: Any, **kwargs: Any) -> Any:
+    def module_call(written: Any, *args: Any, **kwargs: Any) -> Any:
         given = pytree.tree_leaves((args, kwargs))
         if not any(isinstance(value, FakeTensor) for value in given):
             return call.module.forward(*args, **kwargs)

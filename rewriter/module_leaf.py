@@ -207,10 +207,16 @@ def attach_calls(graph: fx.Graph) -> None:
             node.meta["leaf"] = _CALLS[node.args[2]]
 
 
-def emit(call: ModuleCall, tensors: list[torch.Tensor], sizes: list[torch.SymInt]) -> Any:
-    """Put the operator into the trace in place of the call."""
+def emit(
+    call: ModuleCall,
+    tensors: list[torch.Tensor],
+    sizes: list[torch.SymInt],
+    written: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """Put the operator into the trace in place of the call. `written`: what its `writes` are by now."""
     _CALLS[call.key] = call
-    written = [get_tensor(owner, name) for owner, name in call.writes]
+    if written is None:
+        written = [get_tensor(owner, name) for owner, name in call.writes]
     return call.rebuild(torch.ops.regraft.module_leaf([*tensors, *written], sizes, call.key))
 
 

@@ -50,7 +50,7 @@ class OpaqueModules:
     """Grows, attempt by attempt, the set of modules that a trace must not look into.
 
     With `pure`, a module is refused that does anything but return results: sets an attribute, draws random numbers,
-    writes into a tensor. Whoever runs the model's own calls in its stead may not lose that.
+    writes into a tensor that it holds. Whoever runs the model's own calls in its stead may not lose that.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, *, pure: bool = False) -> None:
@@ -158,10 +158,11 @@ class OpaqueModules:
 
     def call(
         self, path: str, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        symbol: sympy.Expr | None,
+        symbol: sympy.Expr | None, written: Sequence[torch.Tensor] | None = None,
     ) -> Any:  # fmt: skip
         """Emit the operator for call number `number` of the module at `path`, whose own forward is `forward`, into a
-        trace with so many (`symbol`) tokens. Raises LeafUnsupported.
+        trace with so many (`symbol`) tokens. `written` is what its tensors in `writes` are by now, if they do not say
+        so themselves. Raises LeafUnsupported.
         """
         given = Arguments.of(args, kwargs, path)
         results = self.results(path, number)
@@ -176,16 +177,14 @@ class OpaqueModules:
             results=results,
             result_spec=self._examples_of(path, number)[0].spec,
             tokens_at=given.tokens_at(symbol),
-            writes=self._writes(path),
+            writes=self.writes(path),
             initialise=initialiser(self._model, path),
         )
         self._calls[call.key] = call
-        return emit(call, given.tensors, given.sizes)
+        return emit(call, given.tensors, given.sizes, written)
 
     def results(self, path: str, number: int) -> tuple[Any, ...]:
         """What call number `number` returns. Raises LeafUnsupported."""
-        if self._pure and self._writes(path):
-            raise LeafUnsupported(f"{path}: it writes into tensors that it holds")
         return results_in_tokens(list(self._examples), self._examples_of(path, number), path)
 
     def shapes_in_batch(self, path: str, number: int, rows: Any, tokens: Any) -> Any:
@@ -205,7 +204,7 @@ class OpaqueModules:
             ]
         return pytree.tree_unflatten(found, examples[0].spec)
 
-    def _writes(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
+    def writes(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
         """The module's own tensors that a pass over the model writes into."""
         return tuple(
             (owner, name)

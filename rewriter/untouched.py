@@ -83,13 +83,14 @@ def _same_contents(value: Any, contents: Any) -> bool:
 
 @contextlib.contextmanager
 def effects_of(module: nn.Module) -> Iterator[list[str]]:
-    """Gives a list that says, once it is left, what the code within did to the module and to the random numbers. What
-    is written into a tensor is not in it.
-    """
+    """Gives a list that says, once it is left, what the code within did to the module and to the random numbers."""
     saved = [(vars(owner), _copy_containers(vars(owner))) for owner in module.modules()]
     random_state = _random_states(module)
+    held = [(tensor, tensor._version) for tensor in tensors_of(module)]
     found: list[str] = []
     yield found
+    if any(tensor._version != version for tensor, version in held):
+        found.append("it writes into a tensor that it holds")
     changed = {name for live, before in saved for name in _changed(live, before)}
     found.extend(f"it sets its attribute {name}" for name in sorted(changed))
     if any(

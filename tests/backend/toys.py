@@ -217,17 +217,16 @@ class WithRecurrence(ToyLM):
 
 
 class Chosen(nn.Module):
-    """Looks at values to say how far back a token sees."""
+    """A token reads those before it that a gate lets through, found one by one."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.gate = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        places = [int(i) for i in (self.gate(x[0])[:, 0] > 0).nonzero()[:, 0].tolist()]
         total = torch.zeros_like(x)
-        for place in places:
-            total[:, place:] += x[:, place : place + 1]
+        for row, place in (self.gate(x)[..., 0] > 0).nonzero().tolist():
+            total[row, place:] += x[row, place]
         return total
 
 

@@ -1,0 +1,44 @@
+"""Told where Dynamo's trace of a frame fails.
+
+Dynamo calls a backend with the graph that it has traced. A frame that it gives up, as one in whose loop over layers a
+graph breaks, no backend hears of: it is run as it is, and its layers are compiled one by one. So a failure is heard of
+where it happens, by whoever asks for it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+FAILURES = (Unsupported, UserError, GuardOnDataDependentSymNode)
+"""What Dynamo raises where it cannot go on. The last one, which the settings below may lead to, breaks no graph: it is
+an error of the whole call.
+"""
+
+
+def on_failure(told: Callable[[Any, BaseException], None]) -> None:
+    """From now on, call `told(translator of the frame, error)` whenever a function that a frame calls cannot be traced.
+    Whatever is compiled for another backend is for `told` to ignore.
+    """
+    plain = InstructionTranslatorBase.inline_user_function_return
+
+    def inline(tx: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(tx, *args, **kwargs)
+        except FAILURES as error:
+            if tx is tx.output.root_tx:
+                told(tx, error)
+            raise
+
+    InstructionTranslatorBase.inline_user_function_return = inline  # type: ignore[method-assign]
+
+
+def lacking_settings(reason: str) -> dict[str, bool]:
+    """Settings of Dynamo that may be all that it lacked where it broke a graph, which it then names."""
+    names = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+    return {n: True for n in names if n in reason and not getattr(torch._dynamo.config, n)}
