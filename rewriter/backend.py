@@ -45,6 +45,7 @@ from .dynamo_hook import lacking_settings, on_failure
 from .dynamo_inline import inlined
 from .dynamo_inputs import Inputs, example_of, read_inputs, source_name, traced_module
 from .dynamo_keep import KeptModules
+from .dynamo_leaks import refusing_leaks
 from .dynamo_prepare import Preparation, needs_preparation, prepare, token_inputs
 from .dynamo_unused import with_unused_inputs
 from .errors import RewriteError
@@ -134,12 +135,12 @@ def regraft_backend(
     if stage is not None and stage.preparation is not None:
         stage.preparation.end()
     if stage is not None and stage.declined is not None:
-        return _leave_alone(module, example_inputs, stage.declined, chosen)
+        return _leave_to_the_model(module, example_inputs, stage.declined, chosen)
     inputs = _read(module, example_inputs)
     if isinstance(inputs, Declined):
         return _leave_alone(module, example_inputs, inputs, chosen)
     if stage is None and needs_preparation(module, inputs):
-        _prepare(module, inputs, example_inputs, _modules_to_keep(inputs))
+        _prepare(module, token_inputs(module, inputs, example_inputs), _modules_to_keep())
     example_inputs = with_unused_inputs(module, example_inputs)
     grafted = _graft(module, example_inputs, chosen)
     if not isinstance(grafted, Declined):
@@ -244,6 +245,19 @@ def _start_over(stage: _Stage) -> NoReturn:
     _stages[CompileContext.current_compile_id()] = stage
     InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason="regraft: trace again")
+
+
+def _leave_to_the_model(
+    module: fx.GraphModule, examples: Sequence[Any], declined: Declined, options: Options
+) -> Compiled:
+    """The same for a graph over token ids, which a packed row may not leak through."""
+    if isinstance(read_inputs(module, examples), Declined):
+        return _leave_alone(module, examples, declined, options)
+    examples = with_unused_inputs(module, examples)
+    compiled = _leave_alone(module, examples, declined, options)
+    inputs = read_inputs(module, examples)
+    assert not isinstance(inputs, Declined)
+    return refusing_leaks(compiled, module, inputs, frame_call(), str(declined))
 
 
 def _leave_alone(

@@ -93,7 +93,8 @@ def frame_call() -> FrameCall | None:
             return pytree.tree_map(lambda leaf: kept(leaf, ""), value)
         return None if isinstance(value, Tensor) else value
 
-    names = [*inspect.signature(type(module).forward).parameters][1:]
+    parameters = [*inspect.signature(type(module).forward).parameters.values()][1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = {**dict(zip(names, args, strict=False)), **kwargs}
     if "position_ids" in names and named.get("position_ids") is None:
         named["position_ids"] = _Token("position_ids")  # those of a long row may end a table

@@ -241,6 +241,43 @@ class WithChosen(ToyLM):
         return mixed + self.chosen(x)
 
 
+class Remembering(Recurrence):
+    """Keeps its last state for itself."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, None]:
+        rows, _ = super().forward(x, scale)
+        self.last = rows[:, -1]
+        return rows, None
+
+
+class WithMemory(ToyLM):
+    """A module that does more than return a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remembering = Remembering()
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return mixed + self.remembering(x)[0]
+
+
+class Jittered(Recurrence):
+    """Draws random numbers."""
+
+    def forward(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, None]:
+        return super().forward(x + 1e-6 * torch.randn_like(x), scale)
+
+
+class WithJitter(WithMemory):
+    """A module of which no second run gives the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remembering = Jittered()
+
+
 class WithCheckpoint(ToyLM):
     """A part, with a weight in it and two results, is computed once more for the backward: a graph within the graph."""
 
