@@ -27,6 +27,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +37,7 @@ from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
+from .backend_options import Options, UnknownOption
 from .backend_report import GraphReport, record
 from .dynamo_break import graph_break
 from .dynamo_cut import unknown_nodes
@@ -53,47 +55,6 @@ from .grafted import Grafted
 from .pattern import Declined
 
 Compiled = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `torch.compile(..., options=...)` may say; see the head of this file."""
-
-    backend: str = "inductor"
-    fallback: str = "replay"
-    strict: bool = False
-    batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Options:
-        """Raises UnknownOption, a ValueError."""
-        given = dict(options or {})
-        known = cls.__dataclass_fields__
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise UnknownOption(
-                f"unknown option {', '.join(map(repr, unknown))}: regraft has {', '.join(known)}"
-            )
-        if given.get("batch_invariant"):
-            given.setdefault("backend", "eager")
-        made = cls(**given)
-        if made.fallback not in ("replay", "refuse"):
-            raise UnknownOption(f'fallback={made.fallback!r}: expected "replay" or "refuse"')
-        if not isinstance(made.backend, str) or made.backend == "regraft":
-            raise UnknownOption(f"backend={made.backend!r}: expected the name of another backend")
-        if made.batch_invariant and made.backend not in ("eager", "aot_eager"):
-            raise UnknownOption(
-                f"backend={made.backend!r} fuses operations, which changes how they round: "
-                'with batch_invariant give "eager" or "aot_eager"'
-            )
-        return made
-
-
-class UnknownOption(ShortenTraceback, ValueError):
-    """An option that there is not, or a value that it cannot have."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, first_useful_frame=None)
 
 
 class Refused(ShortenTraceback, RewriteError):
@@ -153,7 +114,7 @@ def regraft_backend(
     if stage is None:
         _prepare(module, tokens, _modules_to_keep())
     if (kept := stage.kept) is not None:
-        reason = kept.fixing(tuple(example_of(inputs.input_ids).shape))
+        reason = kept.fixing(example_of(inputs.input_ids).shape)
         if reason is not None and kept.add(reason):
             _prepare(module, tokens, kept)
         grafted = replace(grafted, reason=grafted.reason + _why_not(kept))
@@ -179,8 +140,12 @@ def _prepare(
 ) -> NoReturn:
     preparation = prepare(module, tokens, kept)
     compilation = CompileContext.current_compile_id()
-    preparation.undo.append(lambda: _stages.pop(compilation, None))
+    preparation.undo.append(partial(_forget, compilation))
     _start_over(_Stage(preparation, kept))
+
+
+def _forget(compilation: object) -> None:
+    _stages.pop(compilation, None)
 
 
 def _failed(tx: InstructionTranslator, error: BaseException) -> None:

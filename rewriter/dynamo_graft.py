@@ -15,12 +15,12 @@ from regraft.kernels.varlen import STATELESS
 from .backend_report import GraphReport
 from .dynamo_cut import Cut, cut, remainder
 from .dynamo_inputs import Inputs
-from .dynamo_keep import kept_call_of
 from .dynamo_lower import UNKNOWN, Lowered, lower
 from .dynamo_range import dynamo_interval
 from .errors import RewriteError
 from .grafted import CompiledLater, Grafted
 from .graph import CapturedGraph
+from .kept_calls import kept_call_of
 from .leaf_calls import leaf_call_of
 from .own_weights import Held, added_weights
 from .pattern import Declined, Pass

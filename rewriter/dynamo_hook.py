@@ -21,11 +21,21 @@ an error of the whole call.
 """
 
 
+def in_place() -> Callable[..., Any]:
+    """What Dynamo calls to trace into a function: (translator, function, args, kwargs, ...)."""
+    return InstructionTranslatorBase.inline_user_function_return
+
+
+def put_in_place(inline: Callable[..., Any]) -> None:
+    """Have it call `inline`, which is to call what was in place before."""
+    setattr(InstructionTranslatorBase, "inline_user_function_return", inline)  # noqa: B010 (a method)
+
+
 def on_failure(told: Callable[[Any, BaseException], None]) -> None:
     """From now on, call `told(translator of the frame, error)` whenever a function that a frame calls cannot be traced.
     Whatever is compiled for another backend is for `told` to ignore.
     """
-    plain = InstructionTranslatorBase.inline_user_function_return
+    plain = in_place()
 
     def inline(tx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -35,7 +45,7 @@ def on_failure(told: Callable[[Any, BaseException], None]) -> None:
                 told(tx, error)
             raise
 
-    InstructionTranslatorBase.inline_user_function_return = inline  # type: ignore[method-assign]
+    put_in_place(inline)
 
 
 def lacking_settings(reason: str) -> dict[str, bool]:

@@ -11,63 +11,29 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     TorchInGraphFunctionVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
 )
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
-from .capture import about_layout
+from .dynamo_fixed import what_fixes
 from .dynamo_frame import FrameCall
-from .dynamo_hook import FAILURES, lacking_settings
+from .dynamo_hook import FAILURES, in_place, lacking_settings, put_in_place
 from .dynamo_inputs import example_of
 from .errors import RewriteError, first_line
-from .leaf_shapes import ShapeOf
+from .kept_calls import KeptCall, stand_in
 from .leaves import LeafUnsupported
 from .opaque import OpaqueModules, Untraceable
-from .sizes import guard_interval
 from .watch import Spans
-
-
-@dataclass(frozen=True)
-class KeptCall:
-    """One call of a kept module: `node.target.regraft_kept` in a Dynamo graph."""
-
-    opaque: OpaqueModules
-    path: str
-    number: int
-    module: nn.Module
-
-    def emit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operator `regraft::module_leaf` in its place, in a trace over one row. Raises LeafUnsupported.
-
-        The first argument is what the model has written by now into tensors that the module holds.
-        """
-        written, *args = args
-        sizes = [size for leaf in pytree.tree_leaves((args, kwargs)) for size in _sizes(leaf)]
-        symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
-        symbol = symbols.pop() if len(symbols) == 1 else None
-        forward = self.module.forward
-        return self.opaque.call(
-            self.path, self.number, forward, tuple(args), kwargs, symbol, written
-        )
-
-
-def kept_call_of(node: fx.Node) -> KeptCall | None:
-    """What a node of a Dynamo graph stands for, if it calls a kept module."""
-    call = getattr(node.target, "regraft_kept", None)
-    return call if isinstance(call, KeptCall) else None
 
 
 @dataclass
@@ -88,7 +54,7 @@ class KeptModules:
         self._begin()
 
     def _keep_nothing(self) -> None:
-        self.opaque = OpaqueModules(self.call.module, contextlib.nullcontext, pure=True)
+        self.opaque = OpaqueModules(self.call.module, _as_it_is, pure=True)
 
     def _begin(self, output: Any = None) -> None:
         """A trace begins."""
@@ -103,7 +69,7 @@ class KeptModules:
         self._settings = contextlib.ExitStack()
         if self.settings:
             self._settings.enter_context(torch._dynamo.config.patch(self.settings))
-        plain = InstructionTranslatorBase.inline_user_function_return
+        plain = in_place()
         self._begin()
 
         def inline(tx: Any, function: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
@@ -119,10 +85,10 @@ class KeptModules:
                 return self._keep(tx, path, args[0], list(args[1:]), kwargs)
             return self._follow(tx, path, [*args[1:], *kwargs.values()], go_on)
 
-        InstructionTranslatorBase.inline_user_function_return = inline  # type: ignore[method-assign]
+        put_in_place(inline)
 
         def end() -> None:
-            InstructionTranslatorBase.inline_user_function_return = plain  # type: ignore[method-assign]
+            put_in_place(plain)
             self._settings.close()
 
         return end
@@ -158,7 +124,7 @@ class KeptModules:
         self._failed = None  # what failed within is made up for
         if len(guards) > before and not self.given_up:
             ids = self._ids(tx)
-            reason = None if ids is None else self.fixing(tuple(example_of(ids).shape))
+            reason = None if ids is None else self.fixing(example_of(ids).shape)
             if reason is not None:
                 self._again(reason)
         return result
@@ -198,7 +164,7 @@ class KeptModules:
             written = TupleVariable(
                 [self._held(tx, owner, path, *at) for at in self.opaque.writes(path)]
             )
-            function = TorchInGraphFunctionVariable(_stand_in(call, shapes))
+            function = TorchInGraphFunctionVariable(stand_in(call, shapes))
             return function.call_function(tx, [written, *args], kwargs)
         except (*FAILURES, LeafUnsupported) as error:
             self._again(Untraceable(path, first_line(error)))
@@ -219,23 +185,9 @@ class KeptModules:
         InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
         raise TensorifyScalarRestartAnalysis(restart_reason="regraft: trace again")
 
-    def fixing(self, sizes: tuple[Any, ...]) -> Untraceable | None:
-        """Where the trace fixed one of these sizes of input_ids, or counts blocks of it."""
-        batch, tokens = (getattr(size, "node", None) for size in sizes)
-        for node, other in ((tokens, batch), (batch, None)):
-            if node is None or not isinstance(node._expr, sympy.Symbol):
-                continue
-            guards = node.shape_env.guards
-            one = {} if other is None else dict.fromkeys(_names(other._expr, guards), sympy.S.One)
-            alike = dict.fromkeys(_names(node._expr, guards), node._expr)
-            for index, guard in enumerate(guards):
-                expr = guard.expr.xreplace({**one, **alike})
-                if expr.free_symbols != {node._expr} or about_layout(guard):
-                    continue
-                if guard_interval(expr, node._expr, int(node.hint)) is None:
-                    problem = f"it holds only where {expr} ({node._expr} is a size of input_ids)"
-                    return Untraceable(self._spans.path_of_guard(index), problem, str(guard.sloc))
-        return None
+    def fixing(self, sizes: Sequence[Any]) -> Untraceable | None:
+        """Where the trace so far fixed one of these sizes of input_ids."""
+        return what_fixes(sizes, self._spans.path_of_guard)
 
     def add(self, reason: Untraceable) -> bool:
         """Keep the module, its twins, or one around it; False if it cannot be, and then none is kept any more."""
@@ -259,47 +211,9 @@ class KeptModules:
         return True
 
 
-def _names(symbol: sympy.Symbol, guards: list[Any]) -> set[sympy.Symbol]:
-    """All symbols that the guards say are equal to this one."""
-    found, size = {symbol}, 0
-    while size != len(found):
-        size = len(found)
-        for guard in guards:
-            pair = guard.expr.args if isinstance(guard.expr, sympy.Eq) else ()
-            if all(isinstance(one, sympy.Symbol) for one in pair) and found & set(pair):
-                found |= set(pair)
-    return found
-
-
-def _stand_in(call: KeptCall, shapes: Any) -> Callable[..., Any]:
-    """A function that Dynamo puts into its graph as one call. `shapes` is its result, ShapeOf in place of tensors."""
-
-    def module_call(written: Any, *args: Any, **kwargs: Any) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        if not any(isinstance(value, FakeTensor) for value in given):
-            return call.module.forward(*args, **kwargs)
-        weights = call.module.parameters()
-        history = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*given, *weights) if isinstance(t, torch.Tensor)
-        )
-
-        def fake(shape: Any) -> Any:
-            if not isinstance(shape, ShapeOf):
-                return shape
-            empty = torch.empty(shape.shape, dtype=shape.dtype, device=shape.device)
-            # as a real result would be: what takes it for a constant would stop the gradient
-            has = history and shape.dtype.is_floating_point
-            return empty.requires_grad_() * 1 if has else empty
-
-        return pytree.tree_map(fake, shapes)
-
-    module_call.regraft_kept = call  # type: ignore[attr-defined]
-    return module_call
-
-
-def _sizes(value: Any) -> list[torch.SymInt]:
-    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
-    return [size for size in sizes if isinstance(size, torch.SymInt)]
+def _as_it_is(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A module in a call of the model's own runs with the implementations that the model has chosen."""
+    return contextlib.nullcontext()
 
 
 def _line(error: BaseException) -> str:

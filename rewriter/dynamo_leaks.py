@@ -108,8 +108,10 @@ def leak(call: FrameCall, texts: Sequence[Tensor]) -> float:
 
 def _rows(result: Any) -> list[Tensor]:
     """The results that may have one row per token: [1, T, ...]."""
+    leaves = pytree.tree_leaves(result)
+    leaves += [value for leaf in leaves for value in getattr(leaf, "__dict__", {}).values()]
     return [
         leaf
-        for leaf in pytree.tree_leaves(result)
+        for leaf in leaves
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() == 3
     ]

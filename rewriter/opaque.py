@@ -117,9 +117,11 @@ class OpaqueModules:
         forward = off_meta(module) if on_meta(module) else module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            with effects_of(module) if self._pure else contextlib.nullcontext([]) as effects:
+            with effects_of(module) as effects:
                 output, example = example_of(forward, args, kwargs)
-            calls.append(replace(example, problem=example.problem or "; ".join(effects)))
+            if self._pure:
+                example = replace(example, problem=example.problem or "; ".join(effects))
+            calls.append(example)
             return output
 
         return record

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
+import regraft.rewriter.backend  # noqa: F401 (Dynamo is told of it once and for all)
 from regraft.rewriter import module_leaf, own_weights
 from regraft.rewriter.errors import RewriteError
 from tests.backend.batches import (
