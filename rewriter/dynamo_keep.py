@@ -24,6 +24,7 @@ from torch._dynamo.variables import (
     TupleVariable,
     UnspecializedNNModuleVariable,
 )
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .dynamo_fixed import what_fixes
 from .dynamo_frame import FrameCall
@@ -50,6 +51,7 @@ class KeptModules:
 
     def __post_init__(self) -> None:
         self._names = {id(m): name for name, m in self.call.module.named_modules() if name}
+        self._doubtful = False  # whether the settings do more harm than good
         self._keep_nothing()
         self._begin()
 
@@ -118,6 +120,8 @@ class KeptModules:
             self._spans.leaves(path, len(guards))
             if self._spans.innermost is None and not self.given_up:
                 self._enable(lacking_settings(str(error)))
+                if isinstance(error, GuardOnDataDependentSymNode):  # only with such settings
+                    self._doubtful = True
                 self._again(self._failed)
             raise
         self._spans.leaves(path, len(guards))
@@ -131,7 +135,8 @@ class KeptModules:
 
     def _ids(self, tx: Any) -> fx.Node | None:
         """The input of the graph that holds token ids; None if none does as yet."""
-        return next(filter(self._is_ids_node, tx.output.placeholders), None)
+        inputs = tx.output.root_tracer.graph.find_nodes(op="placeholder")
+        return next(filter(self._is_ids_node, inputs), None)
 
     def _enable(self, settings: dict[str, bool]) -> None:
         """Where a setting may be all that Dynamo lacked, let it start over with that."""
@@ -205,8 +210,9 @@ class KeptModules:
         except (RewriteError, RuntimeError, ValueError, IndexError, TypeError) as error:
             self.given_up = first_line(error)
             self._keep_nothing()
-            self.settings = {}  # it may have failed with them only
-            self._settings.close()
+            if self._doubtful:
+                self.settings = {}
+                self._settings.close()
             return False
         return True
 
