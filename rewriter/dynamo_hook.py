@@ -20,6 +20,9 @@ FAILURES = (Unsupported, UserError, GuardOnDataDependentSymNode)
 an error of the whole call.
 """
 
+KEEPING_VALUES = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
+"""Settings of Dynamo, which names them where the lack of one breaks a graph."""
+
 
 def in_place() -> Callable[..., Any]:
     """What Dynamo calls to trace into a function: (translator, function, args, kwargs, ...)."""
@@ -49,6 +52,6 @@ def on_failure(told: Callable[[Any, BaseException], None]) -> None:
 
 
 def lacking_settings(reason: str) -> dict[str, bool]:
-    """Settings of Dynamo that may be all that it lacked where it broke a graph, which it then names."""
-    names = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
-    return {n: True for n in names if n in reason and not getattr(torch._dynamo.config, n)}
+    """Settings that may be all that Dynamo lacked where it broke a graph for this reason."""
+    names = [name for name in KEEPING_VALUES if name in reason]
+    return {name: True for name in names if not getattr(torch._dynamo.config, name)}
