@@ -57,17 +57,20 @@ class LeftAlone:
         if self.attention_mask is not None:
             return
         ids, positions = args[self.ids], args[self.position_ids]
-        bounds = pack(ids[:1], None, positions[:1]).cu_seqlens.tolist()
-        if len(bounds) < 3:
+        several = (positions.diff(dim=1) != 1).any(1).nonzero()
+        if not len(several):
             return
+        row = int(several[0])
+        bounds = pack(ids[row : row + 1], None, positions[row : row + 1]).cu_seqlens.tolist()
         if self.leak is None:
-            self.leak = leak(self.call, [ids[:1, a:b] for a, b in pairwise(bounds)])
+            self.leak = leak(self.call, [ids[row : row + 1, a:b] for a, b in pairwise(bounds)])
         if self.leak > 0:
             raise RewriteError(
                 "the texts of this packed row would see each other: the model itself lets them, and the graph was left "
                 f"to it, because {self.reason} (a text's results are off by {self.leak:.0e} of the largest)",
                 path=type(self.call.module).__name__,
-                fix="give a padded batch with an attention_mask, one text a row",
+                fix="give a padded batch with an attention_mask, one text a row (or use_cache=False, if a cache is in "
+                "the way)",
             )
 
 
