@@ -26,69 +26,35 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import CompileContext
 
+from .backend_options import Options, UnknownOption
 from .backend_report import GraphReport, record
 from .dynamo_break import graph_break
 from .dynamo_cut import unknown_nodes
+from .dynamo_frame import frame_call
 from .dynamo_graft import graft
+from .dynamo_hook import lacking_settings, on_failure
 from .dynamo_inline import inlined
-from .dynamo_inputs import Inputs, read_inputs, source_name
-from .dynamo_prepare import Preparation, needs_preparation, prepare
+from .dynamo_inputs import Inputs, example_of, read_inputs, source_name, traced_module
+from .dynamo_keep import KeptModules
+from .dynamo_leaks import refusing_leaks
+from .dynamo_prepare import Preparation, needs_preparation, prepare, token_inputs
 from .dynamo_unused import with_unused_inputs
 from .errors import RewriteError
 from .grafted import Grafted
 from .pattern import Declined
 
 Compiled = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `torch.compile(..., options=...)` may say; see the head of this file."""
-
-    backend: str = "inductor"
-    fallback: str = "replay"
-    strict: bool = False
-    batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Options:
-        """Raises UnknownOption, a ValueError."""
-        given = dict(options or {})
-        known = cls.__dataclass_fields__
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise UnknownOption(
-                f"unknown option {', '.join(map(repr, unknown))}: regraft has {', '.join(known)}"
-            )
-        if given.get("batch_invariant"):
-            given.setdefault("backend", "eager")
-        made = cls(**given)
-        if made.fallback not in ("replay", "refuse"):
-            raise UnknownOption(f'fallback={made.fallback!r}: expected "replay" or "refuse"')
-        if not isinstance(made.backend, str) or made.backend == "regraft":
-            raise UnknownOption(f"backend={made.backend!r}: expected the name of another backend")
-        if made.batch_invariant and made.backend not in ("eager", "aot_eager"):
-            raise UnknownOption(
-                f"backend={made.backend!r} fuses operations, which changes how they round: "
-                'with batch_invariant give "eager" or "aot_eager"'
-            )
-        return made
-
-
-class UnknownOption(ShortenTraceback, ValueError):
-    """An option that there is not, or a value that it cannot have."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem, first_useful_frame=None)
 
 
 class Refused(ShortenTraceback, RewriteError):
@@ -105,6 +71,7 @@ class _Stage:
     """What an earlier trace of the same frame led to: a preparation, or a reason to leave the graph alone."""
 
     preparation: Preparation | None = None
+    kept: KeptModules | None = None
     declined: Declined | None = None
 
 
@@ -129,23 +96,77 @@ def regraft_backend(
     if stage is not None and stage.preparation is not None:
         stage.preparation.end()
     if stage is not None and stage.declined is not None:
-        return _leave_alone(module, example_inputs, stage.declined, chosen)
+        return _leave_to_the_model(module, example_inputs, stage.declined, chosen)
     inputs = _read(module, example_inputs)
     if isinstance(inputs, Declined):
         return _leave_alone(module, example_inputs, inputs, chosen)
     if stage is None and needs_preparation(module, inputs):
-        _start_over(_Stage(preparation=prepare(module, inputs, example_inputs)))
+        _prepare(module, token_inputs(module, inputs, example_inputs), _modules_to_keep())
     example_inputs = with_unused_inputs(module, example_inputs)
     grafted = _graft(module, example_inputs, chosen)
     if not isinstance(grafted, Declined):
         grafted.report.ends = graph_break(module)
+        if grafted.report.ends and stage is not None and stage.kept is not None:
+            grafted.report.ends += _why_not(stage.kept)
         record(grafted.report)
         return grafted.as_function()
+    tokens = token_inputs(module, inputs, example_inputs)
+    if stage is None:
+        _prepare(module, tokens, _modules_to_keep())
+    if (kept := stage.kept) is not None:
+        reason = kept.fixing(example_of(inputs.input_ids).shape)
+        if reason is not None and kept.add(reason):
+            _prepare(module, tokens, kept)
+        grafted = replace(grafted, reason=grafted.reason + _why_not(kept))
     if chosen.strict or chosen.batch_invariant:
         raise Refused(grafted)
-    if stage is None:
-        return _leave_alone(module, example_inputs, grafted, chosen)
     return _start_over(_Stage(declined=grafted))
+
+
+def _why_not(kept: KeptModules) -> str:
+    return f"; no module can be kept whole: {kept.given_up}" if kept.given_up else ""
+
+
+def _modules_to_keep() -> KeptModules | None:
+    """None as yet."""
+    call = frame_call()
+    return None if call is None else KeptModules(call)
+
+
+def _prepare(
+    module: fx.GraphModule | None,
+    tokens: Sequence[torch.Tensor],
+    kept: KeptModules | None,
+) -> NoReturn:
+    preparation = prepare(module, tokens, kept)
+    compilation = CompileContext.current_compile_id()
+    preparation.undo.append(partial(_forget, compilation))
+    _start_over(_Stage(preparation, kept))
+
+
+def _forget(compilation: object) -> None:
+    _stages.pop(compilation, None)
+
+
+def _failed(tx: InstructionTranslator, error: BaseException) -> None:
+    """A frame's trace has failed within a function. The frame may be one that no backend is called for."""
+    if not _is_ours(tx.output.compiler_fn) or CompileContext.current_compile_id() in _stages:
+        return
+    kept = _modules_to_keep()
+    if kept is not None:
+        kept.settings = lacking_settings(str(error))
+        _prepare(None, list(kept.call.given.values()), kept)
+
+
+def _is_ours(compiler: object) -> bool:
+    """Whether Dynamo traces for this backend, under whatever it wraps a backend in."""
+    while compiler is not None and compiler is not regraft_backend:
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        compiler = inner or getattr(compiler, "compiler_fn", None)
+    return compiler is not None
+
+
+on_failure(_failed)
 
 
 def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) -> Grafted | Declined:
@@ -158,7 +179,14 @@ def _graft(module: fx.GraphModule, examples: Sequence[Any], options: Options) ->
     if options.batch_invariant:
         finish = importlib.import_module("regraft.passes.invariant_training").make_trainable
     return graft(
-        module, inputs, examples, passes.PIPELINE, options.backend, options.fallback, finish
+        module,
+        inputs,
+        examples,
+        passes.PIPELINE,
+        options.backend,
+        options.fallback,
+        traced_module(),
+        finish,
     )
 
 
@@ -182,6 +210,19 @@ def _start_over(stage: _Stage) -> NoReturn:
     _stages[CompileContext.current_compile_id()] = stage
     InstructionTranslator.current_tx().output.root_tx.speculation_log.clear()
     raise TensorifyScalarRestartAnalysis(restart_reason="regraft: trace again")
+
+
+def _leave_to_the_model(
+    module: fx.GraphModule, examples: Sequence[Any], declined: Declined, options: Options
+) -> Compiled:
+    """The same for a graph over token ids, which a packed row may not leak through."""
+    if isinstance(read_inputs(module, examples), Declined):
+        return _leave_alone(module, examples, declined, options)
+    examples = with_unused_inputs(module, examples)
+    compiled = _leave_alone(module, examples, declined, options)
+    inputs = read_inputs(module, examples)
+    assert not isinstance(inputs, Declined)
+    return refusing_leaks(compiled, module, inputs, frame_call(), str(declined))
 
 
 def _leave_alone(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import sympy
-from torch import fx
+import torch
+from torch import fx, nn
 
 from regraft.kernels.varlen import STATELESS
 
@@ -19,7 +20,9 @@ from .dynamo_range import dynamo_interval
 from .errors import RewriteError
 from .grafted import CompiledLater, Grafted
 from .graph import CapturedGraph
+from .kept_calls import kept_call_of
 from .leaf_calls import leaf_call_of
+from .own_weights import Held, added_weights
 from .pattern import Declined, Pass
 from .pipeline import GraphPass, Rewriting, rewrite
 from .sizes import Interval
@@ -34,9 +37,10 @@ def graft(
     passes: Sequence[Pass | GraphPass],
     backend: str,
     fallback: str,
+    root: nn.Module | None,
     finish: Callable[[Stateless, CapturedGraph], None] | None = None,
 ) -> Grafted | Declined:
-    """Graft a graph of known inputs; declined if any part of it is not understood.
+    """Graft a graph of known inputs, traced from a method of `root`; declined if any part of it is not understood.
 
     `finish` rewrites the grafted graph once more, given also what it was made of, or raises RewriteError; with it, a
     batch that cannot be packed is an error.
@@ -59,8 +63,12 @@ def graft(
     captured = lowered.captured
     try:
         served = [step for step in passes if _is_stateless(step)]
-        state = rewrite(captured, served, fallback=fallback)
-        form = stateless(state, lowered.placeholder_of)
+        with torch._guards.tracing(
+            None
+        ):  # passes trace modules, which is none of Dynamo's business
+            state = rewrite(captured, served, fallback=fallback)
+        added = added_weights(captured, lowered.placeholder_of, root)
+        form = stateless(state, {**lowered.placeholder_of, **added})
         if isinstance(form, Declined):
             return form
         if finish is not None:
@@ -68,7 +76,8 @@ def graft(
     except RewriteError as error:
         return Declined(str(error))
     holds = branches.meet(Interval(captured.min_tokens, captured.max_tokens))
-    grafted = _assemble(module, inputs, found, lowered, state, form, holds, backend)
+    own = {**added, **form.own}
+    grafted = _assemble(module, inputs, found, lowered, state, form, holds, backend, own)
     return replace(grafted, must_pack=finish is not None)
 
 
@@ -84,7 +93,10 @@ def _fixed(inputs: Inputs) -> Declined | None:
 
 
 def _translate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Leaf functions as their operators."""
+    """Leaf functions and modules kept whole as their operators."""
+    kept = kept_call_of(node)
+    if kept is not None:
+        return kept.emit(args, kwargs)
     call = leaf_call_of(node)
     return NotImplemented if call is None else call.emit(args, kwargs, UNKNOWN)
 
@@ -117,6 +129,7 @@ def _assemble(
     form: Stateless,
     holds: Interval,
     backend: str,
+    own: Mapping[str, Held],
 ) -> Grafted:
     order = {node: i for i, node in enumerate(module.graph.find_nodes(op="placeholder"))}
     mask, positions = inputs.attention_mask, inputs.position_ids
@@ -134,7 +147,10 @@ def _assemble(
         position_ids=None if positions is None else order[positions],
         compiled=form.module if backend == "eager" else CompiledLater(form.module, backend),
         sequence_inputs=form.sequence_inputs,
-        weights=tuple(order[lowered.placeholder_of[name]] for name in form.weights),
+        weights=tuple(
+            own[name] if name in own else order[lowered.placeholder_of[name]]
+            for name in form.weights
+        ),
         places=tuple(found.rows.values()),
         rest=remainder(module, found),
         holds=holds,

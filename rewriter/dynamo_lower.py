@@ -30,6 +30,7 @@ from .errors import first_line
 from .functional import functional
 from .graph import CapturedGraph
 from .lift import lift
+from .module_leaf import attach_calls
 from .normal_form import normalize
 from .pattern import Declined
 
@@ -87,6 +88,7 @@ def lower(
         return where
     captured = lift(program, row, _prefix(module), seen.symbol, where)
     normalize(captured.module)
+    attach_calls(captured.graph)
     held = row.placeholder_of
     placeholders = {
         attr: held[name] for attr, name in captured.weight_names.items() if name in held

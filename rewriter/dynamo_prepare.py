@@ -7,6 +7,7 @@ with a few changes that last for that one trace and are undone when it ends, how
     sizes     the dimensions of the token inputs are marked as dynamic
     leaves    functions that loop over time (rewriter/leaves.py) go into the graph as one call each
     experts   go through the batched form, which is row-local by plain algebra
+    modules   Dynamo is followed from module to module, and those that it must not look into become one call each
     values    where the graph broke at an operation whose shape or number depends on values, Dynamo may keep it
 """
 
@@ -18,18 +19,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
+from .dynamo_hook import lacking_settings
 from .dynamo_inline import nodes_within
 from .dynamo_inputs import Inputs, mark_dynamic, traced_module
+from .dynamo_keep import KeptModules
 from .dynamo_unused import unread_positions
 from .leaf_calls import stand_in
 from .leaves import LEAVES, kernel_name
 
 _EXPERTS = ("grouped_mm", "batched_mm")
-_KEEPING_VALUES = ("capture_dynamic_output_shape_ops", "capture_scalar_outputs")
-"""Settings of Dynamo, which names them where the lack of one breaks a graph."""
 
 
 @dataclass
@@ -55,32 +56,49 @@ def needs_preparation(module: fx.GraphModule, inputs: Inputs) -> bool:
     )
 
 
-def prepare(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> Preparation:
-    """Make the changes. They end with `end`, or else when Dynamo has finished this frame."""
+def token_inputs(module: fx.GraphModule, inputs: Inputs, examples: Sequence[Any]) -> list[Tensor]:
+    """The tensors that may be as long as the batch: whole numbers `[B, T]` that are no weights."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    found = [
+        example
+        for node, example in zip(placeholders, examples, strict=True)
+        if isinstance(example, Tensor)
+        and not example.dtype.is_floating_point
+        and example.dim() == 2
+        and node not in inputs.weights
+    ]
+    unread = unread_positions(module)
+    return found if unread is None else [*found, unread[1]]
+
+
+def prepare(
+    module: fx.GraphModule | None,
+    tokens: Sequence[Tensor],
+    kept: KeptModules | None = None,
+) -> Preparation:
+    """Make the changes, for inputs `tokens`. They end with `end`, or else when Dynamo has finished this frame.
+
+    `module` is the graph so far, None if there is none.
+    """
     done = Preparation()
     callback_handler.register_end_callback(done.end)
     done.undo.append(lambda: callback_handler.remove_end_callback(done.end))
-    for node, example in zip(module.graph.find_nodes(op="placeholder"), examples, strict=True):
-        if (
-            isinstance(example, torch.Tensor)
-            and not example.dtype.is_floating_point
-            and example.dim() == 2
-        ):
-            if node not in inputs.weights:
-                done.undo.append(mark_dynamic(example))
-    if (unread := unread_positions(module)) is not None:
-        done.undo.append(mark_dynamic(unread[1]))
+    done.undo.extend(mark_dynamic(tensor) for tensor in tokens)
     for namespace, name, value in _leaf_functions(module):
         leaf = LEAVES[kernel_name(value) or ""]
         _replace(namespace, name, stand_in(leaf, value), done)
-    settings = dict.fromkeys(_settings_it_lacks(module), True)
-    if settings:
-        patched = torch._dynamo.config.patch(settings)
+    lacking = {} if module is None else _settings_it_lacks(module)
+    if kept is not None:
+        kept.settings |= lacking
+    elif lacking:
+        patched = torch._dynamo.config.patch(lacking)
         patched.__enter__()
         done.undo.append(lambda: patched.__exit__(None, None, None))
     mapping = _experts_mapping()
     if mapping is not None:
         _replace(mapping, _EXPERTS[0], mapping[_EXPERTS[1]], done)
+    if kept is not None:
+        done.undo.append(kept.watch())
     return done
 
 
@@ -90,10 +108,10 @@ def _replace(namespace: dict[str, Any], name: str, value: Any, done: Preparation
     done.undo.append(lambda: namespace.__setitem__(name, before))
 
 
-def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, Any]]:
+def _leaf_functions(module: fx.GraphModule | None) -> list[tuple[dict[str, Any], str, Any]]:
     """Functions to keep whole in the files that the modules of a graph, and of the traced frame, are written in."""
     kinds: set[type] = set()
-    for node in nodes_within(module):
+    for node in () if module is None else nodes_within(module):
         for _, kind in (node.meta.get("nn_module_stack") or {}).values():
             if isinstance(kind, type):
                 kinds.add(kind)
@@ -110,12 +128,10 @@ def _leaf_functions(module: fx.GraphModule) -> list[tuple[dict[str, Any], str, A
     ]
 
 
-def _settings_it_lacks(module: fx.GraphModule) -> list[str]:
+def _settings_it_lacks(module: fx.GraphModule) -> dict[str, bool]:
     """Settings under which Dynamo may not end the graph where it did."""
     reason = getattr(module, "compile_subgraph_reason", None)
-    if reason is None or not reason.graph_break:
-        return []
-    return [name for name in _KEEPING_VALUES if name in reason.reason]
+    return lacking_settings(str(reason.reason)) if reason is not None and reason.graph_break else {}
 
 
 def _experts_mapping() -> dict[str, Any] | None:

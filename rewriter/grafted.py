@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from .backend_report import GraphReport
 from .dynamo_cut import Place
 from .errors import RewriteError
+from .own_weights import Held, current
 from .packing import NotPackable, Packing, pack, refuse_shifted
 from .sizes import Interval
 
@@ -27,7 +28,7 @@ class Grafted:
     original     the graph as it came, for a batch that cannot be packed
     ids, attention_mask, position_ids    where these are among the inputs, None for what is not there
     compiled     the grafted graph: (*sequence_inputs, *weights) -> values with one row per token
-    weights      where each of its weights is among the inputs
+    weights      where each of its weights is among the inputs, or which module holds it
     places       where each of its values has batch and tokens in the original
     rest         (*inputs, *those values) -> the outputs
     holds        for how many tokens the grafted graph is right
@@ -41,7 +42,7 @@ class Grafted:
     position_ids: int | None
     compiled: Callable[..., Sequence[Tensor]]
     sequence_inputs: tuple[str, ...]
-    weights: tuple[int, ...]
+    weights: tuple[int | Held, ...]
     places: tuple[Place, ...]
     rest: fx.GraphModule
     holds: Interval
@@ -88,7 +89,8 @@ class Grafted:
         inputs = [given[name] for name in self.sequence_inputs]
         for name, tensor in zip(self.sequence_inputs, inputs):
             torch._dynamo.maybe_mark_dynamic(tensor, 1 if name in ROWS else 0)
-        values = self.compiled(*inputs, *(args[at] for at in self.weights))
+        weights = (args[at] if isinstance(at, int) else current(at) for at in self.weights)
+        values = self.compiled(*inputs, *weights)
         return [
             place.rows_first(value)[:count]
             for place, value in zip(self.places, values, strict=True)

@@ -45,6 +45,11 @@ class ShapeOf:
         sizes = (size.at(tokens) if isinstance(size, Affine) else size for size in self.shape)
         return ShapeOf(tuple(sizes), self.dtype, self.device)
 
+    def in_batch(self, grows: Sequence[int], rows: Any) -> ShapeOf:
+        """The same for `rows` rows in place of one, in the sizes that grow with them."""
+        sizes = (rows * size if more else size for size, more in zip(self.shape, grows))
+        return ShapeOf(tuple(sizes), self.dtype, self.device)
+
 
 @dataclass(frozen=True)
 class Example:
@@ -59,10 +64,13 @@ def example_of(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Example]:
     """Make a real call: its result, and what to remember of it."""
-    given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    before = pytree.tree_leaves((args, kwargs))
+    given = [leaf for leaf in before if isinstance(leaf, torch.Tensor)]
     versions = [tensor._version for tensor in given]
     output = forward(*args, **kwargs)
-    written = versions != [tensor._version for tensor in given]
+    after = pytree.tree_leaves((args, kwargs))
+    replaced = [id(leaf) for leaf in before] != [id(leaf) for leaf in after]
+    written = replaced or versions != [tensor._version for tensor in given]
     results, spec = pytree.tree_flatten(output)
     problem = "it writes into its arguments" if written else ""
     return output, Example(tuple(map(_remembered, results)), spec, problem)
@@ -88,6 +96,29 @@ def results_in_tokens(
         )
     values = zip(*(example.results for example in examples), strict=True)
     return tuple(_in_tokens(lengths, of_one, path) for of_one in values)
+
+
+def results_in_batch(
+    results: Sequence[Any], one: Example, many: Example, rows: int, path: str
+) -> tuple[tuple[int, ...], ...]:
+    """For each tensor of `results`, as learned from calls with one row, which of its sizes grow with the number of
+    rows: 1 for those that do, 0 for others.
+
+    `one` and `many` are calls of the same length with one row and with `rows`. Raises LeafUnsupported.
+    """
+    if many.problem or many.spec != one.spec:
+        raise LeafUnsupported(f"{path}: its result has another structure for several rows")
+    found = []
+    for result, single, several in zip(results, one.results, many.results, strict=True):
+        if not isinstance(result, ShapeOf):
+            continue
+        pairs = list(zip(single.shape, several.shape, strict=True))
+        if any(two not in (size, rows * size) for size, two in pairs):
+            raise LeafUnsupported(
+                f"{path} returns shape {several.shape} for {rows} rows, {single.shape} for one"
+            )
+        found.append(tuple(int(two != size) for size, two in pairs))
+    return tuple(found)
 
 
 def _in_tokens(lengths: Sequence[int], values: Sequence[Any], path: str) -> Any:

@@ -113,12 +113,24 @@ class ModuleCall:
     writes: tuple[tuple[nn.Module, str], ...] = ()
     initialise: Callable[[nn.Module], None] | None = None
 
-    def run(self, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """The module's own forward on these tensors; its attributes and buffers are as before afterwards."""
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        weights: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """The module's own forward on these tensors; its attributes and buffers are as before afterwards.
+
+        With `weights`, those in place of its `parameters`, and autograd may record what is done with them.
+        """
         feeds: dict[Slot, Iterator[Any]] = {Slot.TENSOR: iter(tensors), Slot.SIZE: iter(sizes)}
         flat = [next(feeds[a]) if isinstance(a, Slot) else a for a in self.arguments]
         args, kwargs = pytree.tree_unflatten(flat, self.argument_spec)
-        with untouched(self.module), self.settings(self.module), torch.no_grad():
+        records = weights is not None and torch.is_grad_enabled()
+        with untouched(self.module), self.settings(self.module), torch.set_grad_enabled(records):
+            for (_, places), weight in zip(self.parameters, weights or ()):
+                for owner, name in places:
+                    set_tensor(owner, name, weight)
             for (owner, name), value in zip(self.writes, feeds[Slot.TENSOR], strict=True):
                 set_tensor(owner, name, value.clone())
             output = self.forward(*args, **kwargs)
@@ -129,6 +141,15 @@ class ModuleCall:
             shapes = [tuple(t.shape) for t in returned]
             raise RuntimeError(f"{self.path} returned shapes {shapes}, expected {expected}")
         return _unaliased(returned, tensors)
+
+    @property
+    def parameters(self) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+        """Each parameter of the module, and all places where the module holds it."""
+        found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+        for owner, name, tensor in owned_tensors(self.module):
+            if isinstance(tensor, nn.Parameter):
+                found.setdefault(id(tensor), (tensor, []))[1].append((owner, name))
+        return list(found.values())
 
     def shapes(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[ShapeOf]:
         """Shape, dtype and device of each tensor that comes back for these arguments."""
@@ -167,6 +188,13 @@ def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[t
     return [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in shapes]
 
 
+def run_with_weights(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str, weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Run the module that `key` stands for with these tensors in place of its parameters; autograd sees it."""
+    return _CALLS[key].run(tensors, sizes, weights)
+
+
 def is_module_leaf(node: fx.Node) -> bool:
     """Whether a node runs an opaque module (`node.meta["leaf"]` is its ModuleCall)."""
     return node.op == "call_function" and node.target is torch.ops.regraft.module_leaf.default
@@ -179,10 +207,16 @@ def attach_calls(graph: fx.Graph) -> None:
             node.meta["leaf"] = _CALLS[node.args[2]]
 
 
-def emit(call: ModuleCall, tensors: list[torch.Tensor], sizes: list[torch.SymInt]) -> Any:
-    """Put the operator into the trace in place of the call."""
+def emit(
+    call: ModuleCall,
+    tensors: list[torch.Tensor],
+    sizes: list[torch.SymInt],
+    written: Sequence[torch.Tensor] | None = None,
+) -> Any:
+    """Put the operator into the trace in place of the call. `written`: what its `writes` are by now."""
     _CALLS[call.key] = call
-    written = [get_tensor(owner, name) for owner, name in call.writes]
+    if written is None:
+        written = [get_tensor(owner, name) for owner, name in call.writes]
     return call.rebuild(torch.ops.regraft.module_leaf([*tensors, *written], sizes, call.key))
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .errors import RewriteError
 from .initialised import initialiser
-from .leaf_shapes import Example, example_of, results_in_tokens
+from .leaf_shapes import Example, ShapeOf, example_of, results_in_batch, results_in_tokens
 from .leaves import LeafUnsupported
 from .meta_twin import off_meta, on_meta
 from .module_leaf import Arguments, ModuleCall, emit, owned_tensors
-from .untouched import storage_key, untouched, writes_undone
+from .untouched import effects_of, storage_key, untouched, writes_undone
 
 LENGTHS = (37, 50, 71)
 """Lengths of the example calls: enough to tell a size that grows with T from one in blocks of it."""
@@ -25,6 +27,9 @@ LENGTHS = (37, 50, 71)
 SHORT, LONG = 7, 301
 """Lengths at which a size that is limited, or counted in large blocks, gives itself away. A model may be unable to
 run at either."""
+
+ROWS = 3
+"""Rows of the one example call of a batch: no length is a multiple of another by it."""
 
 _serial = itertools.count()
 
@@ -42,15 +47,21 @@ class Untraceable(Exception):
 
 
 class OpaqueModules:
-    """Grows, attempt by attempt, the set of modules that a trace must not look into."""
+    """Grows, attempt by attempt, the set of modules that a trace must not look into.
 
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    With `pure`, a module is refused that does anything but return results: sets an attribute, draws random numbers,
+    writes into a tensor that it holds. Whoever runs the model's own calls in its stead may not lose that.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, *, pure: bool = False) -> None:
         self._modules = dict(model.named_modules())
         self._model = model
         self._settings = settings
+        self._pure = pure
         self._serial = next(_serial)
         self.paths: set[str] = set()
         self._examples: dict[int, dict[str, list[Example]]] = {}  # length -> path -> calls
+        self._batched: dict[str, list[Example]] | None = None
         self._written: set[int] = set()
         self._symbol: sympy.Expr | None = None
         self._calls_seen: dict[str, int] = {}
@@ -77,16 +88,22 @@ class OpaqueModules:
             name for name in twins if not any(_inside(name, other) for other in twins)
         }
 
-    def learn(self, run: Callable[[int], object]) -> None:
-        """Run the model at a few lengths (`run(n)`), and remember what the opaque modules take and return."""
+    def learn(
+        self, run: Callable[[int], object], run_batch: Callable[[int], object] | None = None
+    ) -> None:
+        """Run the model at a few lengths (`run(n)`), and remember what the opaque modules take and return.
+
+        `run_batch(n)` runs it over ROWS rows, for `shapes_in_batch`.
+        """
         self._examples = {}
         for length in LENGTHS:
-            self._learn_at(length, run)
+            self._examples[length] = self._learn_at(length, run)
         for length in (SHORT, LONG):
             with contextlib.suppress(RuntimeError, ValueError, IndexError):
-                self._learn_at(length, run)
+                self._examples[length] = self._learn_at(length, run)
+        self._batched = None if run_batch is None else self._learn_at(LENGTHS[0], run_batch)
 
-    def _learn_at(self, length: int, run: Callable[[int], object]) -> None:
+    def _learn_at(self, length: int, run: Callable[[int], object]) -> dict[str, list[Example]]:
         calls: dict[str, list[Example]] = {path: [] for path in self.paths}
         with untouched(self._model), writes_undone(self._model) as written:
             for path in self.paths:
@@ -94,13 +111,16 @@ class OpaqueModules:
                 module.forward = self._recorder(calls[path], module)
             run(length)
             self._written |= written.storages
-        self._examples[length] = calls
+        return calls
 
     def _recorder(self, calls: list[Example], module: nn.Module) -> Callable[..., Any]:
         forward = off_meta(module) if on_meta(module) else module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            output, example = example_of(forward, args, kwargs)
+            with effects_of(module) as effects:
+                output, example = example_of(forward, args, kwargs)
+            if self._pure:
+                example = replace(example, problem=example.problem or "; ".join(effects))
             calls.append(example)
             return output
 
@@ -130,35 +150,69 @@ class OpaqueModules:
 
     def _stand_in(self, path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
-        writes = tuple(
-            (owner, name)
-            for owner, name, tensor in owned_tensors(module)
-            if storage_key(tensor) in self._written
-        )
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             number = self._calls_seen.get(path, 0)
             self._calls_seen[path] = number + 1
-            given = Arguments.of(args, kwargs, path)
-            examples = self._examples_of(path, number)
-            call = ModuleCall(
-                key=f"{self._serial}:{path}:{number}",
-                path=path,
-                module=module,
-                forward=forward,
-                settings=self._settings,
-                arguments=given.template,
-                argument_spec=given.spec,
-                results=results_in_tokens(list(self._examples), examples, path),
-                result_spec=examples[0].spec,
-                tokens_at=given.tokens_at(self._symbol),
-                writes=writes,
-                initialise=initialiser(self._model, path),
-            )
-            self._calls[call.key] = call
-            return emit(call, given.tensors, given.sizes)
+            return self.call(path, number, forward, args, kwargs, self._symbol)
 
         return stand_in
+
+    def call(
+        self, path: str, number: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        symbol: sympy.Expr | None, written: Sequence[torch.Tensor] | None = None,
+    ) -> Any:  # fmt: skip
+        """Emit the operator for call number `number` of the module at `path`, whose own forward is `forward`, into a
+        trace with so many (`symbol`) tokens. `written` is what its tensors in `writes` are by now, if they do not say
+        so themselves. Raises LeafUnsupported.
+        """
+        given = Arguments.of(args, kwargs, path)
+        results = self.results(path, number)
+        call = ModuleCall(
+            key=f"{self._serial}:{path}:{number}",
+            path=path,
+            module=self._modules[path],
+            forward=forward,
+            settings=self._settings,
+            arguments=given.template,
+            argument_spec=given.spec,
+            results=results,
+            result_spec=self._examples_of(path, number)[0].spec,
+            tokens_at=given.tokens_at(symbol),
+            writes=self.writes(path),
+            initialise=initialiser(self._model, path),
+        )
+        self._calls[call.key] = call
+        return emit(call, given.tensors, given.sizes, written)
+
+    def results(self, path: str, number: int) -> tuple[Any, ...]:
+        """What call number `number` returns. Raises LeafUnsupported."""
+        return results_in_tokens(list(self._examples), self._examples_of(path, number), path)
+
+    def shapes_in_batch(self, path: str, number: int, rows: Any, tokens: Any) -> Any:
+        """The result of a call over this many rows and tokens (int or SymInt), ShapeOf in place of its tensors. Of more
+        than one row something is known after `learn` with `run_batch`. Raises LeafUnsupported.
+        """
+        results, examples = self.results(path, number), self._examples_of(path, number)
+        found = [result.at(tokens) if isinstance(result, ShapeOf) else result for result in results]
+        if self._batched is not None:
+            many = self._batched[path]
+            if len(many) <= number:
+                raise LeafUnsupported(f"{path} is called more often for one row than for {ROWS}")
+            grows = iter(results_in_batch(results, examples[0], many[number], ROWS, path))
+            found = [
+                result.in_batch(next(grows), rows) if isinstance(result, ShapeOf) else result
+                for result in found
+            ]
+        return pytree.tree_unflatten(found, examples[0].spec)
+
+    def writes(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
+        """The module's own tensors that a pass over the model writes into."""
+        return tuple(
+            (owner, name)
+            for owner, name, tensor in owned_tensors(self._modules[path])
+            if storage_key(tensor) in self._written
+        )
 
     def _examples_of(self, path: str, number: int) -> Sequence[Example]:
         """What call number `number` looked like at each of the lengths."""

@@ -16,6 +16,7 @@ from regraft.kernels.varlen import STATELESS
 
 from .declare import PAGED_SEQUENCES
 from .graph import named_arguments
+from .own_weights import Held, expose_weights
 from .pattern import Declined
 from .pipeline import Rewriting
 from .replay import Replay
@@ -31,13 +32,15 @@ SEQUENCE_INPUTS = ("input_ids", "position_ids", "cu_seqlens", "extents")
 class Stateless:
     """`module(*sequence inputs, *weights) -> the captured graph's outputs`.
 
-    `sequence_inputs` names the first inputs, `weights` (attributes of the captured graph) the others.
+    `sequence_inputs` names the first inputs, `weights` (attributes of the captured graph) the others, of which `own`
+    are not among those that were to become inputs.
     """
 
     module: fx.GraphModule
     sequence_inputs: tuple[str, ...]
     weights: tuple[str, ...]
     replays: tuple[Replay, ...]
+    own: Mapping[str, Held]
 
 
 def stateless(state: Rewriting, weights: Mapping[str, object]) -> Stateless | Declined:
@@ -47,6 +50,7 @@ def stateless(state: Rewriting, weights: Mapping[str, object]) -> Stateless | De
         state.inputs["cu_seqlens"] = state.new_input("cu_seqlens")
     names = {node: name for name, node in state.inputs.items()}
     replays: list[Replay] = []
+    own: dict[str, Held] = {}
     for node in list(graph.nodes):
         if node.op == "call_module":
             region = module.get_submodule(str(node.target))
@@ -54,6 +58,7 @@ def stateless(state: Rewriting, weights: Mapping[str, object]) -> Stateless | De
             random = _random(region)
             if random is not None:
                 return Declined("a region without an operator draws random numbers", random)
+            own |= expose_weights(region, node)
             _replay(node, region, state.inputs)
             replays.append(region)
         elif any(
@@ -67,13 +72,13 @@ def stateless(state: Rewriting, weights: Mapping[str, object]) -> Stateless | De
         if not node.users and names[node] != "input_ids":
             graph.erase_node(node)
     taken = tuple(names[node] for node in graph.find_nodes(op="placeholder"))
-    lifted = _weights_as_inputs(graph, weights)
+    lifted = _weights_as_inputs(graph, {**weights, **own})
     for node in graph.find_nodes(op="get_attr"):
         if isinstance(getattr(module, str(node.target)), nn.Parameter):
             return Declined("a weight that is no input of Dynamo's graph", node)
     graph.lint()
     module.recompile()
-    return Stateless(module, taken, lifted, tuple(replays))
+    return Stateless(module, taken, lifted, tuple(replays), own)
 
 
 def _twin(node: fx.Node) -> Declined | None:

@@ -57,7 +57,8 @@ def varlen_replay(
     tensors: Sequence[Tensor], cu_seqlens: Tensor, num_tokens: int, key: str
 ) -> Tensor:
     """The region `key` over each sequence: its stored rows and then its weights in, its rows out."""
-    return _run(_REGIONS[key], tensors, cu_seqlens)
+    with torch.no_grad():
+        return _run(_REGIONS[key], tensors, cu_seqlens)
 
 
 @varlen_replay.register_fake

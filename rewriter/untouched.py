@@ -82,6 +82,38 @@ def _same_contents(value: Any, contents: Any) -> bool:
 
 
 @contextlib.contextmanager
+def effects_of(module: nn.Module) -> Iterator[list[str]]:
+    """Gives a list that says, once it is left, what the code within did to the module and to the random numbers."""
+    saved = [(vars(owner), _copy_containers(vars(owner))) for owner in module.modules()]
+    random_state = _random_states(module)
+    held = [(tensor, tensor._version) for tensor in tensors_of(module)]
+    found: list[str] = []
+    yield found
+    if any(tensor._version != version for tensor, version in held):
+        found.append("it writes into a tensor that it holds")
+    changed = {name for live, before in saved for name in _changed(live, before)}
+    found.extend(f"it sets its attribute {name}" for name in sorted(changed))
+    if any(
+        not torch.equal(one, two)
+        for one, two in zip(random_state, _random_states(module), strict=True)
+    ):
+        found.append("it draws random numbers")
+
+
+def _changed(live: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+    yield from live.keys() ^ before.keys()
+    for name, (value, contents) in before.items():
+        same = live.get(name) is value
+        if name in live and not (same and (contents is None or _same_contents(value, contents))):
+            yield name
+
+
+def _random_states(module: nn.Module) -> list[torch.Tensor]:
+    devices = {tensor.device for tensor in tensors_of(module) if tensor.device.type == "cuda"}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in devices)]
+
+
+@contextlib.contextmanager
 def writes_undone(model: nn.Module) -> Iterator[CopyBeforeWrite]:
     """Undo, on leaving, every in-place write into the model's parameters, buffers and other attribute tensors.
 

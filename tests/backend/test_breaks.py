@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regraft.rewriter import dynamo_cut, dynamo_prepare
+from regraft.rewriter import dynamo_cut, dynamo_hook
 from tests.backend.batches import Batch, batch, compiled, fresh_dynamo, worst
 from tests.backend.toys import WithPositionsUnread, WithSegments, WithSelectedTokens
 from tests.tolerance import assert_close
@@ -64,7 +64,7 @@ def test_a_shape_that_depends_on_values_breaks_no_graph(monkeypatch: pytest.Monk
     with torch.no_grad():
         expected = [model(input_ids=text[None]).logits[0] for text in call.texts]
     assert worst(call.split(found), expected) < 1e-5
-    monkeypatch.setattr(dynamo_prepare, "_settings_it_lacks", lambda module: [])
+    monkeypatch.setattr(dynamo_hook, "KEEPING_VALUES", ())
     with fresh_dynamo() as reports, torch.no_grad():
         compiled(model)(**call.inputs)
     assert len(reports) > 1

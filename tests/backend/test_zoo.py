@@ -20,8 +20,8 @@ LEAKS = (
 )
 """Families whose own forward mixes the texts of a packed row, beside those of test_forms.py."""
 
-SAMPLE = ("granitemoe_swa", "rwkv")
-"""One whose own forward does not, and one that the backend leaves alone."""
+SAMPLE = ("granitemoe_swa", "gemma3n", "rwkv")
+"""One whose own forward does not, one that the backend leaves alone, and one with modules kept whole."""
 
 
 def written() -> dict[str, list[str]]:
@@ -55,7 +55,7 @@ def test_packed(name: str) -> None:
 
 def in_words(cell: str) -> str:
     """A cell without its number."""
-    return cell if cell == "left alone" else cell.partition(" ")[2]
+    return cell if cell in ("left alone", "refused") else cell.partition(" ")[2]
 
 
 def way(**changed: object) -> Way:
@@ -67,6 +67,7 @@ def test_what_is_right() -> None:
     assert way().is_right
     assert not way(error=3.0, from_own=0.0).is_right  # leaks as the model does
     assert way(state="left alone", error=3.0, from_own=0.0).is_right
+    assert way(state="refused").is_right
     assert way(state="in part", error=2e-6, from_own=3.0).is_right
     assert not way(
         state="in part", error=1.0, from_own=1.0
@@ -79,6 +80,7 @@ def test_cells() -> None:
     assert str(way()) == "2e-06"
     assert str(way(state="replayed")) == "2e-06 replayed"
     assert str(way(state="left alone")) == "left alone"
+    assert str(way(state="refused")) == "refused"
     assert str(way(form="padded left", from_own=3e-6)) == "3e-06 (of the padded call)"
     ways = {("llama", "packed"): way(family="llama", state="replayed", reason="no mask (aten.mul)")}
     assert table(ways).splitlines()[2:] == [

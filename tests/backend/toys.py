@@ -188,6 +188,96 @@ class WithLoop(ToyLM):
         return mixed + torch.stack(rows, 1)
 
 
+class Recurrence(nn.Module):
+    """A state that decays by a learned factor, over the tokens one by one: a loop that Dynamo unrolls."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.linspace(-2.0, 2.0, width))
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, None]:
+        rows, state = [], torch.zeros_like(x[:, 0])
+        for index in range(x.shape[1]):
+            state = self.decay.sigmoid() * state + self.inner(x[:, index]).tanh()
+            rows.append(state)
+        return torch.stack(rows, 1) * (scale or 1.0), None
+
+
+class WithRecurrence(ToyLM):
+    """Two modules with such a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Recurrence(), Recurrence()
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        x = x + self.first(x)[0]
+        return mixed + self.second(x, scale=0.5)[0]
+
+
+class Chosen(nn.Module):
+    """A token reads those before it that a gate lets through, found one by one."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for row, place in (self.gate(x)[..., 0] > 0).nonzero().tolist():
+            total[row, place:] += x[row, place]
+        return total
+
+
+class WithChosen(ToyLM):
+    """Data-dependent control flow in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = Chosen()
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return mixed + self.chosen(x)
+
+
+class Remembering(Recurrence):
+    """Keeps its last state for itself."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, None]:
+        rows, _ = super().forward(x, scale)
+        self.last = rows[:, -1]
+        return rows, None
+
+
+class WithMemory(ToyLM):
+    """A module that does more than return a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remembering = Remembering()
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return mixed + self.remembering(x)[0]
+
+
+class Jittered(Recurrence):
+    """Draws random numbers."""
+
+    def forward(self, x: Tensor, scale: float | None = None) -> tuple[Tensor, None]:
+        return super().forward(x + 1e-6 * torch.randn_like(x), scale)
+
+
+class WithJitter(WithMemory):
+    """A module of which no second run gives the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remembering = Jittered()
+
+
 class WithCheckpoint(ToyLM):
     """A part, with a weight in it and two results, is computed once more for the backward: a graph within the graph."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from regraft.rewriter.backend_report import GraphReport, backend_reports
+from regraft.rewriter.errors import RewriteError
 from tests.backend.batches import FORMS, LOGITS, alone, batch, compiled, fresh_dynamo, texts, worst
 from tests.families.models import FAMILIES, build
 
@@ -36,7 +37,8 @@ class Way:
     error       largest difference of a logit from each text by itself
     own         the same of the model's own call
     from_own    largest difference of a logit from the model's own call
-    state       "grafted", "replayed" (in part), "left alone" or "in part" (some of its graphs left alone)
+    state       "grafted", "replayed" (in part), "left alone", "in part" (some of its graphs left alone), or "refused":
+                the call is an error, as the texts of the row would see each other
     reason      why it is not all grafted
     """
 
@@ -51,7 +53,7 @@ class Way:
     @property
     def is_right(self) -> bool:
         """As each text by itself; where the model's own call counts padding, or is left alone, as that call."""
-        return self.difference <= LOGITS
+        return self.state == "refused" or self.difference <= LOGITS
 
     @property
     def difference(self) -> float:
@@ -72,7 +74,7 @@ class Way:
         return " ".join(words + [self.state] * (self.state != "grafted"))
 
     def __str__(self) -> str:
-        if self.state == "left alone":
+        if self.state in ("left alone", "refused"):
             return self.in_words
         return f"{self.difference:.0e} {self.in_words}".strip()
 
@@ -84,12 +86,17 @@ def measure(name: str, *forms: str) -> list[Way]:
         step = compiled(model)
         for form in forms:
             call, before, fallen = batch(form, texts(name)), len(backend_reports()), fallbacks()
-            logits = call.split(step(**call.inputs, use_cache=False).logits)
+            expected = alone(model, call.texts)
             own = call.split(model(**call.inputs, use_cache=False).logits)
+            try:
+                logits = call.split(step(**call.inputs, use_cache=False).logits)
+            except RewriteError:
+                off, (_, reason) = worst(own, expected), told(backend_reports()[before:])
+                ways.append(Way(name, form, off, off, 0.0, "refused", reason))
+                continue
             new = backend_reports()[before:]
             said = told(new) if new else said
             here = ("left alone", fallbacks()[-1]) if fallbacks() != fallen else said
-            expected = alone(model, call.texts)
             errors = worst(logits, expected), worst(own, expected), worst(logits, own)
             ways.append(Way(name, form, *errors, *here))
     return ways
