@@ -63,6 +63,7 @@ class OpaqueModules:
         self._examples: dict[int, dict[str, list[Example]]] = {}  # length -> path -> calls
         self._batched: dict[str, list[Example]] | None = None
         self._written: set[int] = set()
+        self._writes: dict[str, tuple[tuple[nn.Module, str], ...]] = {}
         self._symbol: sympy.Expr | None = None
         self._calls_seen: dict[str, int] = {}
         self._calls: dict[str, ModuleCall] = {}  # keeps them alive until a graph does
@@ -102,6 +103,7 @@ class OpaqueModules:
             with contextlib.suppress(RuntimeError, ValueError, IndexError):
                 self._examples[length] = self._learn_at(length, run)
         self._batched = None if run_batch is None else self._learn_at(LENGTHS[0], run_batch)
+        self._writes = {path: self._writes_of(path) for path in self.paths}
 
     def _learn_at(self, length: int, run: Callable[[int], object]) -> dict[str, list[Example]]:
         calls: dict[str, list[Example]] = {path: [] for path in self.paths}
@@ -113,13 +115,24 @@ class OpaqueModules:
             self._written |= written.storages
         return calls
 
+    def _writes_of(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
+        """To be looked up while the module holds its own tensors: in a trace it holds others."""
+        return tuple(
+            (owner, name)
+            for owner, name, tensor in owned_tensors(self._modules[path])
+            if storage_key(tensor) in self._written
+        )
+
     def _recorder(self, calls: list[Example], module: nn.Module) -> Callable[..., Any]:
         forward = off_meta(module) if on_meta(module) else module.forward
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            with effects_of(module) as effects:
+            noted: contextlib.AbstractContextManager[list[str]] = (
+                effects_of(module) if self._pure else contextlib.nullcontext([])
+            )
+            with noted as effects:
                 output, example = example_of(forward, args, kwargs)
-            if self._pure:
+            if effects:
                 example = replace(example, problem=example.problem or "; ".join(effects))
             calls.append(example)
             return output
@@ -208,11 +221,7 @@ class OpaqueModules:
 
     def writes(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
         """The module's own tensors that a pass over the model writes into."""
-        return tuple(
-            (owner, name)
-            for owner, name, tensor in owned_tensors(self._modules[path])
-            if storage_key(tensor) in self._written
-        )
+        return self._writes[path]
 
     def _examples_of(self, path: str, number: int) -> Sequence[Example]:
         """What call number `number` looked like at each of the lengths."""
