@@ -55,6 +55,11 @@ def wrap(
     ValueError for a wrong setting.
     """
     config = _settings(config, settings)
+    if not isinstance(model, nn.Module):
+        raise RewriteError(
+            f"{type(model).__name__} {str(model)[:40]!r} is no model",
+            fix="pass what AutoModelForCausalLM.from_pretrained returns (regraft.inspect takes ids and configurations)",
+        )
     if any(p.is_meta for p in model.parameters()):
         raise RewriteError(
             "the model has no weights (it is on the meta device)",
@@ -128,6 +133,10 @@ def _settings(config: EngineConfig | None, settings: dict[str, Any]) -> EngineCo
             raise ValueError(
                 f"unknown setting {name!r}: EngineConfig has {', '.join(sorted(known))}"
             )
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ValueError(
+            f"config is a {type(config).__name__}: give an EngineConfig, or its fields as keywords"
+        )
     if config is not None and settings:
         raise ValueError(f"give either config or its fields, not both ({', '.join(settings)})")
     return config or EngineConfig(**settings)

@@ -61,6 +61,11 @@ def compare(
     for a, b, text in zip(firsts, seconds, texts, strict=True):
         if a.shape != b.shape or a.shape[0] != len(text):  # type: ignore[arg-type]
             raise ValueError(f"logits {tuple(a.shape)} and {tuple(b.shape)} for {len(text)} tokens")  # type: ignore[arg-type]
+        tokens: list[int] = [*text]  # type: ignore[misc]
+        if not all(0 <= token < a.shape[1] for token in tokens):
+            raise ValueError(
+                f"a token of {tokens[:8]}... is outside the vocabulary of {a.shape[1]}"
+            )
         p, q = (x.double().log_softmax(-1) for x in (a, b.to(a.device)))
         kl += torch.stack([_kl(p, q), _kl(q, p)]).cpu()
         overlap += _top5(p, q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .errors import RequestError
 
@@ -16,7 +17,7 @@ def chunk_ends(schedule: Schedule, lengths: Sequence[int], max_chunk: int) -> li
     chunks of that many tokens; or one list of cut points per sequence, increasing, from 1 to its
     length. Anything else, or a chunk of more than `max_chunk` tokens, is a RequestError.
     """
-    if isinstance(schedule, str):
+    if isinstance(schedule, str) or not isinstance(schedule, (int, Sequence)):
         if schedule not in ("prefill", "decode"):
             raise RequestError(
                 f"schedule={schedule!r}: give 'prefill', 'decode', a chunk length, or one list of "
@@ -34,15 +35,20 @@ def chunk_ends(schedule: Schedule, lengths: Sequence[int], max_chunk: int) -> li
             "one for each"
         )
     return [
-        _checked(
-            [*cuts, length] if not cuts or cuts[-1] < length else list(cuts), length, max_chunk
-        )
-        for cuts, length in zip(schedule, lengths)
+        _checked(_ended(cuts, length), length, max_chunk) for cuts, length in zip(schedule, lengths)
     ]
 
 
 def _regular(length: int, size: int) -> list[int]:
     return [*range(size, length, size), length]
+
+
+def _ended(cuts: Any, length: int) -> list[int]:
+    """The cut points and the end of the sequence, which may be one of them."""
+    if not isinstance(cuts, Sequence):
+        raise RequestError(f"cut points {cuts!r} are no list: give one for each sequence")
+    reaches = bool(cuts) and isinstance(cuts[-1], int) and cuts[-1] >= length
+    return list(cuts) if reaches else [*cuts, length]
 
 
 def _checked(ends: list[int], length: int, max_chunk: int) -> list[int]:

@@ -67,6 +67,23 @@ def test_a_config_and_keywords() -> None:
         regraft.wrap(model, config=regraft.EngineConfig(), page_size=4)
 
 
+def test_a_config_of_another_kind() -> None:
+    model, _ = served()
+    with pytest.raises(ValueError, match="config is a dict: give an EngineConfig, or its fields"):
+        regraft.wrap(model, config={"page_size": 4})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [None, "org/model", FAMILIES["llama"].config()],
+    ids=["None", "an id", "a configuration"],
+)
+def test_what_is_no_model(given: Any) -> None:
+    with pytest.raises(regraft.RewriteError, match="is no model") as caught:
+        regraft.wrap(given)
+    assert "from_pretrained" in caught.value.fix
+
+
 def test_a_wrong_value() -> None:
     model, _ = served()
     with pytest.raises(ValueError, match=r"page_size=0"):

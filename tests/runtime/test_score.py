@@ -88,6 +88,10 @@ def test_regular_schedules():
         ([[41], []], r"cut points \[41\]"),
         ([[0, 10], []], r"cut points \[0, 10, 40\]"),
         ([[20], [2.5]], r"cut points \[2.5, 3\]"),
+        ([["a"], []], r"cut points \['a', 40\]"),
+        ([3, 1], "cut points 3 are no list"),
+        (1.5, "schedule=1.5: give 'prefill'"),
+        (None, "schedule=None: give 'prefill'"),
         ([[], []], "a chunk of 40 tokens is more than max_batch_tokens=32"),
     ],
 )

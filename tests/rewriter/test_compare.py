@@ -1,0 +1,34 @@
+"""`regraft.compare`: what it cannot compare is an error that says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import regraft
+
+LOGITS = torch.linspace(-1, 1, 15).reshape(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tokens", "match"),
+    [
+        (LOGITS, LOGITS, [[1, 2, 3], [1]], "1 and 1 sets of logits for 2 sequences"),
+        (LOGITS, LOGITS[:, :4], [1, 2, 3], r"logits \(3, 5\) and \(3, 4\) for 3 tokens"),
+        (LOGITS, LOGITS, [1, 2], r"logits \(3, 5\) and \(3, 5\) for 2 tokens"),
+        (LOGITS, LOGITS, [1, 2, 5], "outside the vocabulary of 5"),
+        (LOGITS, LOGITS, [1, 2, -1], "outside the vocabulary of 5"),
+        ([], [], [], "nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared(a: Any, b: Any, tokens: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        regraft.compare(a, b, tokens)
+
+
+def test_what_is_equal_is_noise() -> None:
+    found = regraft.compare(LOGITS, LOGITS.clone(), [1, 2, 3])
+    assert found.acceptable
+    assert (found.mean_kl, found.top5_overlap, found.dnll, found.max_abs) == (0, 1, 0, 0)
