@@ -68,7 +68,6 @@ class LeftAlone:
             raise RewriteError(
                 "the texts of this packed row would see each other: the model itself lets them, and the graph was left "
                 f"to it, because {self.reason} (a text's results are off by {self.leak:.0e} of the largest)",
-                path=type(self.call.module).__name__,
                 fix="give a padded batch with an attention_mask, one text a row (or use_cache=False, if a cache is in "
                 "the way)",
             )
