@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regraft.runtime.asynchronous import AsyncEngine
     from regraft.runtime.config import EngineConfig
     from regraft.runtime.engine import Engine
-    from regraft.runtime.errors import RequestError
+    from regraft.runtime.errors import EngineBusyError, RequestError
     from regraft.runtime.install import uninstall
 
 _HOMES = {
@@ -34,6 +34,7 @@ _HOMES = {
     "ValidationError": "rewriter.validate",
     "AsyncEngine": "runtime.asynchronous",
     "EngineConfig": "runtime.config",
+    "EngineBusyError": "runtime.errors",
     "RequestError": "runtime.errors",
     "Engine": "runtime.engine",
     "inspect": "face",
@@ -47,6 +48,7 @@ __all__ = [
     "AsyncEngine",
     "Comparison",
     "Engine",
+    "EngineBusyError",
     "EngineConfig",
     "RequestError",
     "RewriteError",
