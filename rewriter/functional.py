@@ -69,6 +69,8 @@ def _can_stay(node: fx.Node, taken_apart: Mapping[OpOverload, object]) -> bool:
         return _flat_shape(node) is not None
     if is_aten(node, "dropout"):
         return node.args[2] is False
+    if torch.Tag.maybe_aliasing_or_mutating in target.tags or is_aten(node, "native_batch_norm"):
+        return False  # their schemas do not say what they do
     may_be_view = any(result.alias_info for result in target._schema.returns)
     return not (may_be_view and _is_composite(target)) or is_aten(
         node, "to", "reshape", "contiguous"
