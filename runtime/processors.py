@@ -107,9 +107,17 @@ def build_warpers(warp: WarpParams, device: torch.device) -> lp.LogitsProcessorL
         raise RequestError(str(error)) from error
 
 
+def divisor_of(warp: WarpParams) -> float:
+    """What scores are divided by: the temperature, held where float32 scores divided by it stay finite and distinct.
+
+    Below that only the best is left in any case, and above it all are equal.
+    """
+    return min(max(float(warp.temperature), 1e-20), 1e30)
+
+
 def _warpers(warp: WarpParams, where: str) -> Iterator[lp.LogitsProcessor]:
     if warp.temperature != 1.0:
-        yield lp.TemperatureLogitsWarper(float(warp.temperature))
+        yield lp.TemperatureLogitsWarper(divisor_of(warp))
     if warp.top_h is not None:
         yield lp.TopHLogitsWarper(warp.top_h)
     if warp.top_k:

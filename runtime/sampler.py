@@ -16,7 +16,7 @@ import torch
 from regraft.kernels.sampling import greedy
 
 from .errors import described
-from .processors import build_processors, build_warpers
+from .processors import build_processors, build_warpers, divisor_of
 from .request import Request, likeliest
 from .sampling_params import WarpParams
 
@@ -210,7 +210,7 @@ def _cut_by_count(
     vocab_size = scores.shape[-1]
     k = min(warp.top_k, vocab_size)
     values, ids = scores.topk(min(k + _SPARE_CANDIDATES, vocab_size), dim=-1)
-    values = values / warp.temperature
+    values = values / divisor_of(warp)
     dropped = values < values[:, k - 1 : k]
     complete = dropped[:, -1] | (values.shape[-1] == vocab_size)
     values = values.masked_fill(dropped, -torch.inf)
@@ -222,7 +222,7 @@ def _cut_by_mass(
     scores: torch.Tensor, warp: WarpParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """By top-p alone. Not complete: tokens outside have probability that top-p does not cut."""
-    scores = scores / warp.temperature
+    scores = scores / divisor_of(warp)
     values, ids = scores.topk(min(_FEW_CANDIDATES, scores.shape[-1]), dim=-1)
     probs = (values - scores.logsumexp(dim=-1, keepdim=True)).exp().double()
     above = probs.cumsum(dim=-1)

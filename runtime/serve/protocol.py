@@ -51,7 +51,7 @@ class Sampling(BaseModel):
     min_p: float = Field(default=0.0, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, ge=0.001, le=1000, allow_inf_nan=False)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Text | list[Text] | None = None

@@ -253,3 +253,27 @@ def test_plain_requests_have_no_processors():
     assert isinstance(
         make_request([1], min_new_tokens=2, eos_token_id=1).processors, LogitsProcessorList
     )
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [5e-324, 3e-308, 1e-45, 1e-20])
+def test_the_lowest_temperatures_leave_the_best(temperature, fields):
+    """Scores divided by them would be infinite, or no numbers; of equal ones either is the best."""
+    logits = torch.linspace(-40, 40, VOCAB).repeat(2, 1)
+    logits[1, 7] = logits[1, -1]
+    fields = {"top_k": 0, "do_sample": True, "temperature": temperature, **fields}
+    warp = make_request([1], **fields).params.warp
+    uniforms = torch.tensor([0.4, 0.4], dtype=torch.float64)
+    tokens, logprobs = sampler._draw(logits, warp, uniforms)
+    assert tokens[0] == VOCAB - 1 and tokens[1] in (7, VOCAB - 1)
+    assert logprobs[0] == 0
+    assert -0.7 < logprobs[1] <= 0
+
+
+def test_the_highest_temperature_leaves_all_alike():
+    logits = torch.linspace(-40, 40, VOCAB)[None].clone()
+    logits[0, :100] = -torch.inf
+    warp = make_request([1], do_sample=True, top_k=0, temperature=1e308).params.warp
+    tokens, logprobs = sampler._draw(logits, warp, torch.tensor([0.5], dtype=torch.float64))
+    assert int(tokens) in (199, 200)
+    assert abs(float(logprobs.exp()) - 1 / 200) < 1e-6
