@@ -167,7 +167,7 @@ class KeptModules:
             shapes = self.opaque.shapes_in_batch(path, number, *example_of(ids).shape)
             call = KeptCall(self.opaque, path, number, self.call.module.get_submodule(path))
             written = TupleVariable(
-                [self._held(tx, owner, path, *at) for at in self.opaque.writes(path)]
+                [self._held(tx, owner, path, *at) for at in self.opaque.writes[path]]
             )
             function = TorchInGraphFunctionVariable(stand_in(call, shapes))
             return function.call_function(tx, [written, *args], kwargs)

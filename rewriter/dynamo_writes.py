@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from .dynamo_inputs import example_of
+from .untouched import storage_key
 
 
 class Writes:
@@ -68,4 +69,4 @@ def memory_of(node: object) -> int | None:
         return None
     while torch._C._functorch.is_functorch_wrapped_tensor(value):  # within vmap
         value = torch._C._functorch.get_unwrapped(value)
-    return value.untyped_storage()._cdata
+    return storage_key(value)

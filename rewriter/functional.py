@@ -8,8 +8,9 @@ else is traced again.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from torch._ops import OperatorBase, OpOverload
 from torch.export import ExportedProgram
 
 from .graph import is_aten, named_arguments
+from .untouched import storage_key
 
 aten = torch.ops.aten
 
@@ -25,6 +27,9 @@ POINTWISE = ("add_", "sub_", "mul_", "div_", "neg_", "exp_", "sigmoid_", "tanh_"
 
 LIKE_FIRST = ("masked_fill_", "scatter_", "index_add_")
 """Such operators, whose result has the dtype of their first operand whatever the others have."""
+
+Memory: TypeAlias = dict[int, list[fx.Node]]
+"""The nodes whose values lie in the same memory, in the order of the graph."""
 
 CAST = ("dtype", "layout", "device", "pin_memory", "memory_format")
 """What `_to_copy` takes of the arguments of `to`."""
@@ -35,7 +40,8 @@ def functional(
 ) -> ExportedProgram:
     """The program, which is changed, without writes and without the operators that are to be taken apart."""
     graph = program.graph_module.graph
-    if not all(_can_stay(node, taken_apart) for node in graph.nodes):
+    memory = _by_memory(graph)
+    if not all(_can_stay(node, taken_apart, memory) for node in graph.nodes):
         return program.run_decompositions(dict(taken_apart))
     for node in list(graph.nodes):
         if is_aten(node, "copy_"):
@@ -52,7 +58,7 @@ def functional(
     return program
 
 
-def _can_stay(node: fx.Node, taken_apart: Mapping[OpOverload, object]) -> bool:
+def _can_stay(node: fx.Node, taken_apart: Mapping[OpOverload, object], memory: Memory) -> bool:
     """Whether a node is functional, or can be spelled so."""
     if node.op != "call_function":
         return node.op != "get_attr"  # the graph of an operator over graphs
@@ -62,7 +68,8 @@ def _can_stay(node: fx.Node, taken_apart: Mapping[OpOverload, object]) -> bool:
     if target in taken_apart:
         return False
     if target._schema.is_mutable:
-        return _fills_part(node) if is_aten(node, "copy_") else _writes_alone(node)
+        can = _fills_part if is_aten(node, "copy_") else _writes_alone
+        return can(node, memory)
     if is_aten(node, "chunk"):
         return _piece(node) is not None
     if is_aten(node, "flatten"):
@@ -84,7 +91,7 @@ def _is_composite(target: OpOverload) -> bool:
     return defined or key in target.py_kernels
 
 
-def _writes_alone(node: fx.Node) -> bool:
+def _writes_alone(node: fx.Node, memory: Memory) -> bool:
     """Whether op_(x, y) gives what op(x, y) gives, and whatever else lies in the memory of x is not read any more."""
     pointwise = is_aten(node, *POINTWISE)
     if not pointwise and not is_aten(node, *LIKE_FIRST):
@@ -96,10 +103,10 @@ def _writes_alone(node: fx.Node) -> bool:
     operands = [operand.meta["val"] for operand in node.all_input_nodes]
     if pointwise and not all(getattr(each, "dtype", None) == value.dtype for each in operands):
         return False
-    return _is_alone(node, base)
+    return _is_alone(node, base, memory)
 
 
-def _fills_part(node: fx.Node) -> bool:
+def _fills_part(node: fx.Node, memory: Memory) -> bool:
     """x[..., i:j] = y of one shape and dtype, where nothing but x lies in its memory."""
     part, source = node.args[:2]
     if not is_aten(part, "slice") or not isinstance(source, fx.Node):
@@ -110,8 +117,8 @@ def _fills_part(node: fx.Node) -> bool:
         and one.dtype == two.dtype
         and [*part.users] == [node]
         and not node.users
-        and _memory(source) != _memory(part)
-        and _is_alone(node, _whole(part))
+        and storage_key(one) != storage_key(two)
+        and _is_alone(node, _whole(part), memory)
     )
 
 
@@ -122,21 +129,23 @@ def _whole(part: fx.Node) -> fx.Node:
     return part
 
 
-def _is_alone(write: fx.Node, base: fx.Node) -> bool:
+def _is_alone(write: fx.Node, base: fx.Node, memory: Memory) -> bool:
     """Whether no node before a write shares the memory of `base` and is read after it, and none of them is given."""
-    memory = _memory(base)
-    sharing = [n for n in write.graph.nodes if n < write and _memory(n) == memory]
     return all(
         node.op == "call_function"
         and (node is base or all(user < write or user is write for user in node.users))
-        for node in sharing
+        for node in memory[storage_key(base.meta["val"])]
+        if node < write
     )
 
 
-def _memory(node: fx.Node) -> int | None:
-    """A number for the memory that a node's value lies in, which its views share."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+def _by_memory(graph: fx.Graph) -> Memory:
+    found: Memory = defaultdict(list)
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            found[storage_key(value)].append(node)
+    return found
 
 
 def _write_elsewhere(node: fx.Node) -> None:
@@ -168,19 +177,12 @@ def _write_part_elsewhere(node: fx.Node) -> None:
 
 
 def _spell_cast(node: fx.Node) -> None:
-    """`to` as a copy, or as its operand where that is what is asked for already."""
+    """`to` as a copy; the normal form drops those that change nothing."""
     arguments = named_arguments(node)
-    operand = node.args[0]
-    wanted, given = node.meta["val"], operand.meta["val"]
-    same = wanted.dtype == given.dtype and wanted.device == given.device
-    if same and not arguments["copy"]:
-        node.replace_all_uses_with(operand)
-        node.graph.erase_node(node)
-        return
-    other = arguments.get("other")
-    if other is not None:
+    if "other" in arguments:
+        wanted = node.meta["val"]
         arguments |= {"dtype": wanted.dtype, "device": wanted.device}
-    node.target, node.args = aten._to_copy.default, (operand,)
+    node.target, node.args = aten._to_copy.default, (node.args[0],)
     node.kwargs = {name: arguments[name] for name in CAST if arguments.get(name) is not None}
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from .backend_report import GraphReport
 from .dynamo_cut import Place
 from .errors import RewriteError
-from .own_weights import Held, current
+from .module_leaf import get_tensor
+from .own_weights import Held
 from .packing import NotPackable, Packing, pack, refuse_shifted
 from .sizes import Interval
 
@@ -89,7 +90,7 @@ class Grafted:
         inputs = [given[name] for name in self.sequence_inputs]
         for name, tensor in zip(self.sequence_inputs, inputs):
             torch._dynamo.maybe_mark_dynamic(tensor, 1 if name in ROWS else 0)
-        weights = (args[at] if isinstance(at, int) else current(at) for at in self.weights)
+        weights = (args[at] if isinstance(at, int) else get_tensor(*at) for at in self.weights)
         values = self.compiled(*inputs, *weights)
         return [
             place.rows_first(value)[:count]

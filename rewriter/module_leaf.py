@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .leaf_shapes import CONSTANTS, Affine, ShapeOf
 from .leaves import LeafUnsupported
-from .untouched import untouched
+from .untouched import storage_key, untouched
 
 
 class Slot(enum.Enum):
@@ -244,10 +244,10 @@ def set_tensor(owner: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _unaliased(results: list[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Results that share no storage with the arguments or with each other, as an operator's must not."""
-    used = {tensor.untyped_storage()._cdata for tensor in given}
+    used = {storage_key(tensor) for tensor in given}
     fresh: list[torch.Tensor] = []
     for tensor in results:
-        shared = tensor.untyped_storage()._cdata in used
+        shared = storage_key(tensor) in used
         fresh.append(tensor.clone() if shared else tensor)
-        used.add(fresh[-1].untyped_storage()._cdata)
+        used.add(storage_key(fresh[-1]))
     return fresh

@@ -63,7 +63,7 @@ class OpaqueModules:
         self._examples: dict[int, dict[str, list[Example]]] = {}  # length -> path -> calls
         self._batched: dict[str, list[Example]] | None = None
         self._written: set[int] = set()
-        self._writes: dict[str, tuple[tuple[nn.Module, str], ...]] = {}
+        self.writes: dict[str, tuple[tuple[nn.Module, str], ...]] = {}
         self._symbol: sympy.Expr | None = None
         self._calls_seen: dict[str, int] = {}
         self._calls: dict[str, ModuleCall] = {}  # keeps them alive until a graph does
@@ -103,7 +103,7 @@ class OpaqueModules:
             with contextlib.suppress(RuntimeError, ValueError, IndexError):
                 self._examples[length] = self._learn_at(length, run)
         self._batched = None if run_batch is None else self._learn_at(LENGTHS[0], run_batch)
-        self._writes = {path: self._writes_of(path) for path in self.paths}
+        self.writes = {path: self._writes_of(path) for path in self.paths}
 
     def _learn_at(self, length: int, run: Callable[[int], object]) -> dict[str, list[Example]]:
         calls: dict[str, list[Example]] = {path: [] for path in self.paths}
@@ -116,7 +116,7 @@ class OpaqueModules:
         return calls
 
     def _writes_of(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
-        """To be looked up while the module holds its own tensors: in a trace it holds others."""
+        """The module's own tensors that a pass over the model writes into. In a trace it holds others: look before."""
         return tuple(
             (owner, name)
             for owner, name, tensor in owned_tensors(self._modules[path])
@@ -192,7 +192,7 @@ class OpaqueModules:
             results=results,
             result_spec=self._examples_of(path, number)[0].spec,
             tokens_at=given.tokens_at(symbol),
-            writes=self.writes(path),
+            writes=self.writes[path],
             initialise=initialiser(self._model, path),
         )
         self._calls[call.key] = call
@@ -218,10 +218,6 @@ class OpaqueModules:
                 for result in found
             ]
         return pytree.tree_unflatten(found, examples[0].spec)
-
-    def writes(self, path: str) -> tuple[tuple[nn.Module, str], ...]:
-        """The module's own tensors that a pass over the model writes into."""
-        return self._writes[path]
 
     def _examples_of(self, path: str, number: int) -> Sequence[Example]:
         """What call number `number` looked like at each of the lengths."""

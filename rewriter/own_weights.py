@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeAlias
 
-import torch
 from torch import fx, nn
 
 from .graph import CapturedGraph
@@ -67,11 +66,3 @@ def expose_weights(region: Replay, node: fx.Node) -> dict[str, Held]:
         within.erase_node(leaf)
     region.subgraph.recompile()
     return found
-
-
-def current(held: Held) -> torch.Tensor:
-    """The tensor that is there now."""
-    owner, name = held
-    value = getattr(owner, name)
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -57,15 +57,24 @@ def _copy_containers(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def _restore(live: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> None:
-    for name in live.keys() - before.keys():
-        del live[name]
-    for name, (value, contents) in before.items():
-        if live.get(name) is not value:
-            live[name] = value
-        if contents is None or _same_contents(value, contents):
+    for name in list(_changed(live, before)):
+        if name not in before:
+            del live[name]
             continue
-        value.clear()
-        value.extend(contents) if isinstance(value, list) else value.update(contents)
+        live[name], contents = before[name]
+        if contents is None or _same_contents(live[name], contents):
+            continue
+        live[name].clear()
+        live[name].extend(contents) if isinstance(contents, list) else live[name].update(contents)
+
+
+def _changed(live: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
+    """The names of what is not as it was before."""
+    yield from live.keys() - before.keys()
+    for name, (value, contents) in before.items():
+        same = name in live and live[name] is value
+        if not (same and (contents is None or _same_contents(value, contents))):
+            yield name
 
 
 def _same_contents(value: Any, contents: Any) -> bool:
@@ -98,14 +107,6 @@ def effects_of(module: nn.Module) -> Iterator[list[str]]:
         for one, two in zip(random_state, _random_states(module), strict=True)
     ):
         found.append("it draws random numbers")
-
-
-def _changed(live: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> Iterator[str]:
-    yield from live.keys() ^ before.keys()
-    for name, (value, contents) in before.items():
-        same = live.get(name) is value
-        if name in live and not (same and (contents is None or _same_contents(value, contents))):
-            yield name
 
 
 def _random_states(module: nn.Module) -> list[torch.Tensor]:

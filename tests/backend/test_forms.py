@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from tests.backend.batches import (
     LOGITS,
@@ -48,8 +49,8 @@ QUICK = ("qwen3", "gpt_oss", "qwen3_next")
 """In every form; of the other kinds, where minutes count, packed alone."""
 
 
-def check(name: str, *forms: str) -> None:
-    """All forms through one compilation."""
+def check(name: str, *forms: str) -> PreTrainedModel:
+    """All forms through one compilation. Returns the model."""
     model = build(name)
     calls = [batch(form, texts(name)) for form in forms]
     with fresh_dynamo() as reports, torch.no_grad():
@@ -65,13 +66,13 @@ def check(name: str, *forms: str) -> None:
     assert {report.reason for report in reports if not report.served} == set()
     assert (report.calls, report.fallbacks) == (len(forms), 0)
     assert {layer.served for layer in report.layers} == {"grafted"}
+    return model
 
 
 @pytest.mark.parametrize("name", slow_but(KINDS, KINDS.keys() - {"glm5_next"}))
 def test_packed(name: str) -> None:
     """Each text as by itself, nothing left to the model's own mixing."""
-    check(name, "packed")
-    model, call = build(name), batch("packed", texts(name))
+    model, call = check(name, "packed"), batch("packed", texts(name))
     with torch.no_grad():
         own = call.split(model(**call.inputs, use_cache=False).logits)
     assert (worst(own, alone(model, call.texts)) > 100 * LOGITS) is (name not in APART)

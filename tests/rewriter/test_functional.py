@@ -156,7 +156,7 @@ def test_traced_again(function: Function, retraced: list[ExportedProgram]) -> No
 def test_mutant_other_readers_are_not_looked_for(
     function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functional_file, "_is_alone", lambda write, base: True)
+    monkeypatch.setattr(functional_file, "_is_alone", lambda write, base, memory: True)
     with pytest.raises(AssertionError, match="max abs error"):
         check(function)
 
