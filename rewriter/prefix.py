@@ -1,7 +1,8 @@
 """The test of a replayed region's contract, on the real weights: R(x[:n])[:m] == R(x[:m]).
 
 The algebra finds where tokens mix; that no token reads a later one is what this test measures. It catches a shift to
-the left, a mean over tokens, the last token, 1/T, a top-k over tokens.
+the left, a mean over tokens, the last token, 1/T, a top-k over tokens. It is made with drawn numbers too (drawn.py),
+since weights will be trained.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .drawn import DRAWS, Drawn
 from .errors import RewriteError
 from .pipeline import Served
 from .replay import Replay
@@ -45,6 +47,7 @@ def check_prefix(served: Served, rows: Rows, max_positions: int | None = None) -
     near = {*range(1, SHORTEST + 2), total // 2, total // 2 + 1, total - 2, total - 1}
     _compare(served, rows, total, near)
     _look_far(served, rows, total, min(FARTHEST, max_positions or FARTHEST))
+    _compare_drawn(served, rows, total, {n for n in near if 0 < n < total})
 
 
 def _compare(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
@@ -61,6 +64,46 @@ def _compare(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
                 f"its result for them by {error:.1e}",
                 "a model whose tokens depend on later ones cannot generate token by token",
             )
+
+
+def _compare_drawn(served: Served, rows: Rows, total: int, lengths: set[int]) -> None:
+    """The same with drawn numbers, of which only finite results are compared."""
+    replay = served.replay
+    assert replay is not None
+    expected = _run(replay, rows, total).isfinite()
+    for draws in DRAWS:
+        drawn = Drawn(*draws)
+        twin, other_rows = drawn.region(replay), drawn.rows_of(rows)
+        results = _results(twin, other_rows, {*lengths, total})
+        if results is None:
+            continue
+        whole = results[total]
+        for length in sorted(lengths):
+            error = difference(*_where_finite(whole[:length], results[length]))
+            if not error <= TOLERANCE.get(whole.dtype, 0.0):
+                raise _refusal(
+                    served,
+                    f"this {served.region.kind} is causal with its present weights only: with others, drawn at random, "
+                    f"cutting the text to {length} of {total} tokens changes its result for them by {error:.1e}",
+                    "a gate that is zero, say, hides that until it is trained: a model whose tokens depend on later "
+                    "ones cannot generate token by token",
+                )
+        if bool((whole.isfinite() | ~expected).all()):
+            return
+
+
+def _results(replay: Replay, rows: Rows, lengths: set[int]) -> dict[int, torch.Tensor] | None:
+    """By length of the text; None where these numbers are none that the region runs with."""
+    try:
+        return {length: _run(replay, rows, length) for length in lengths}
+    except (RuntimeError, IndexError, ValueError):
+        return None
+
+
+def _where_finite(one: torch.Tensor, two: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, with zeros where either is not finite."""
+    both = one.isfinite() & two.isfinite()
+    return one.where(both, 0), two.where(both, 0)
 
 
 def _shortest(served: Served, rows: Rows, total: int) -> int:

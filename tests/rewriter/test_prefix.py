@@ -249,6 +249,110 @@ def test_a_table_may_end_before_a_threshold() -> None:
     check_prefix(served, read)
 
 
+# ---- what the present weights hide ---------------------------------------------------------------------------------
+
+
+def mean(x: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True).expand_as(x)
+
+
+def earlier(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+
+
+class Gated(nn.Module):
+    """x + gate * mix(x), with the gate closed in one of many ways. With `loops`, no trace can look inside."""
+
+    def __init__(self, mix: Any, way: str, *, loops: bool = False) -> None:
+        super().__init__()
+        self.mix, self.way, self.loops = mix, way, loops
+        self.gate = nn.Parameter(torch.full((HIDDEN,), CLOSED[way]))
+        self.into = nn.Linear(HIDDEN, HIDDEN)
+        nn.init.constant_(self.into.weight, 0.0 if way == "rows" else 0.3)
+        nn.init.zeros_(self.into.bias)
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        if self.loops and float(hidden.abs().max()) < 0:
+            return hidden
+        mixed = self.mix(self.into(hidden))
+        if self.way == "sigmoid":
+            return hidden + self.gate.sigmoid() * mixed
+        if self.way == "root":
+            return hidden + self.gate.log().sqrt() * mixed
+        if self.way == "before":
+            return hidden + self.mix(self.gate * hidden)
+        return hidden + self.gate * mixed
+
+
+CLOSED = {"zero": 0.0, "small": 1e-7, "sigmoid": -30.0, "root": 1.0, "before": 0.0, "rows": 1.0}
+"""By way, the gate. Of "root" no negative number is a gate; of "rows" the gate is open, and the rows are zero."""
+
+
+def region_of(mixer: nn.Module) -> tuple[Served, list[Tensor | None]]:
+    model = Toy(toys.rows_only)
+    model.mixer = mixer  # type: ignore[assignment]
+    state = rewrite(capture(model.eval()), ())
+    (served,), (read,) = state.served, rows_read(state, text(37))
+    return served, read
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("way", CLOSED)
+def test_a_leak_behind_a_closed_gate_is_found(way: str, loops: bool) -> None:
+    mixer = Gated(mean, way, loops=loops)
+    served, read = region_of(mixer)
+    assert (served.kind == "module") == loops
+    before = {name: tensor.clone() for name, tensor in mixer.state_dict().items()}
+    with pytest.raises(
+        RewriteError,
+        match=r"is causal with its present weights only: with others, drawn at random, cutting the text to \d+ of 37",
+    ) as raised:
+        check_prefix(served, read)
+    assert raised.value.path == "mixer"
+    assert raised.value.fix.startswith("a gate that is zero, say, hides that until it is trained")
+    assert all(torch.equal(mixer.state_dict()[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("way", CLOSED)
+def test_what_is_causal_behind_a_closed_gate_is_none(way: str, loops: bool) -> None:
+    served, read = region_of(Gated(earlier, way, loops=loops))
+    check_prefix(served, read)
+
+
+class Masked(nn.Module):
+    """A causal mask that is a table of numbers, as many models hold it."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(128, 128).tril())
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        count = hidden.shape[1]
+        return self.mask[:count, :count] @ hidden
+
+
+def test_tables_are_no_weights() -> None:
+    served, read = region_of(Masked())
+    check_prefix(served, read)
+
+
+def test_numbers_that_a_region_does_not_take_are_no_leak() -> None:
+    """A NaN of one token that a sum takes to others by 0 * NaN; an index that is out of range."""
+
+    def rooted(x: Tensor) -> Tensor:
+        lower = torch.ones(len(x), len(x)).tril()
+        return lower @ (1 - x.tanh().abs() * x.abs().clamp(max=1)).sqrt()
+
+    def looked_up(x: Tensor) -> Tensor:
+        return torch.arange(50.0)[(x.cumsum(0) * 0).long() + x.abs().max().long()]
+
+    check_prefix(region(rooted), [torch.rand(40, HIDDEN) * 0.9])
+    check_prefix(region(looked_up), [torch.full((40, HIDDEN), 49.0)])
+
+
 def test_fewer_rows_than_tokens_are_an_error() -> None:
     replay = region(lambda x: x[:20]).replay
     assert replay is not None
