@@ -13,10 +13,9 @@ from torch import Tensor
 from .cuda import expert_tiles
 from .triton_attention import SEGMENT, paged_attention
 from .triton_attention import forms as attention_forms
-from .triton_products import forms, num_parts, product
-from .triton_settled import num_processors
+from .triton_products import forms_of, product
 
-_ROWS = 130
+_ROWS = 260
 """Two of the widest tiles."""
 
 _CONTEXT = 2 * SEGMENT + 70
@@ -32,12 +31,11 @@ def steady_product(weight: Tensor) -> bool:
     """weight [N, K], for `triton_products.product`."""
     if weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
-    columns, width = weight.shape
+    width = weight.shape[1]
     generator = _generator(weight)
     row = _random((1, width), weight, generator)
-    parts = num_parts(columns, width, forms(weight.dtype, 1)[0].N, num_processors(weight.device))
     (expected,) = product(row[None], weight[None])[0]
-    for form in forms(weight.dtype, parts):
+    for form in forms_of(weight):
         rows = _random((_ROWS, width), weight, generator)
         everywhere = row.expand(form.M, -1).contiguous()
         at = torch.randint(0, _ROWS, (8,), generator=generator, device=weight.device)

@@ -2,76 +2,24 @@
 
 K is cut into parts by the weight's shape alone. A part is summed by the tensor cores in steps of 16, a part's total is
 added to those before it. Few rows: the parts run side by side, and a second kernel adds them; many rows: one program
-takes its tile through all of them. Both are the same additions. That tiles of 64 and of 128 rows round alike is a
-property of the card, and is measured (`places`).
+takes its tile through all of them. Both are the same additions. See `product_forms` for the tiles.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .triton_settled import num_processors, settled
+from .product_forms import PART, Form, chosen, forms, num_parts
+from .triton_settled import fetches_tiles, num_processors, settled
 
-_SHORTEST = 512
-"""A part of K shorter than this does not pay for adding it."""
-
-_MOST_PARTS = 8
-
-
-@dataclass(frozen=True)
-class Form:
-    """A tile of M rows, N columns and K at a time, and whether the parts of K are taken side by side."""
-
-    M: int
-    N: int
-    K: int
-    num_warps: int
-    num_stages: int
-    is_split: bool = False
-
-
-def forms(dtype: torch.dtype, parts: int) -> list[Form]:
-    """All forms that a product of this dtype may take, in so many parts: they must not differ in a bit."""
-    tiles = [(32, 64, 32, 4, 2)]
-    if dtype.itemsize == 2:
-        # From 64 rows on these are the card's wide products; fewer rows would be other ones, which sum otherwise.
-        tiles = [(64, 128, 64, 4, 4), (128, 128, 64, 8, 3)]
-    return [Form(*tile, is_split) for tile in tiles for is_split in (False, True)[: min(parts, 2)]]
-
-
-def num_parts(columns: int, width: int, N: int, processors: int) -> int:
-    """Into how many parts K is cut: a matter of the weight and the card, never of the rows.
-
-    Programs of a decode step, one a tile and part, should fill whole waves of the card; a part's sums are written and
-    read once more.
-    """
-    tiles = triton.cdiv(columns, N)
-    if tiles >= processors:  # the parts' sums would cost more than the last wave's idle processors
-        return 1
-
-    def cost(parts: int) -> float:
-        waves = tiles * parts / processors
-        return triton.cdiv(tiles * parts, processors) / waves + 160 * parts / width
-
-    choices = [n for n in range(1, _MOST_PARTS + 1) if n == 1 or width >= n * _SHORTEST]
-    return min(choices, key=cost)
-
-
-def chosen(rows: int, columns: int, dtype: torch.dtype, parts: int, processors: int) -> Form:
-    """The form for so many rows. Small tiles are enough where parts of K are what fills the card."""
-    found = forms(dtype, parts)
-    fits = [form for form in found if rows <= form.M] or [found[-1]]
-    tile = fits[0]
-    programs = triton.cdiv(rows, tile.M) * triton.cdiv(columns, tile.N)
-    if parts > 1 and programs < 2 * processors:
-        return next(form for form in found if form.is_split)
-    return next(form for form in found if form.M == tile.M and not form.is_split)
+__all__ = ["forms_of", "product"]
 
 
 def product(
@@ -93,22 +41,25 @@ def product(
     if not out.numel():
         return out
     processors = num_processors(x.device)
-    if parts is None:
-        parts = num_parts(columns, width, forms(x.dtype, 1)[0].N, processors)
+    parts = parts or num_parts(columns, width, processors)
     if form is None:
-        form = chosen(rows, columns, x.dtype, parts, processors)
+        form = chosen(rows, columns, x.dtype, parts, processors, _is_fetched(weight))
     x = settled(x)
-    part = triton.cdiv(triton.cdiv(width, parts), form.K) * form.K
+    part = triton.cdiv(triton.cdiv(width, parts), PART) * PART
     parts = max(1, triton.cdiv(width, part)) if width else 1
     is_split = form.is_split and parts > 1
     target = out
     if is_split:
         target = torch.empty(parts, batch, rows, columns, dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(rows, form.M) * triton.cdiv(columns, form.N)
+    operands: tuple[Any, Any] = (x, weight)
+    if form.is_fetched:
+        blocks = ([form.M, form.K], [form.N, form.K])
+        operands = tuple(map(TensorDescriptor.from_tensor, (x[0], weight[0]), blocks))
     product_kernel[(batch * tiles, parts if is_split else 1)](
-        x, x.stride(), weight, weight.stride(), None if is_split else bias, target, target.stride()[-3:],
-        rows, columns, width, part, batch,
-        PARTS=parts, IS_SPLIT=is_split, EVEN_K=width % form.K == 0, EVEN_N=columns % form.N == 0,
+        *operands, x.stride(), weight.stride(), None if is_split else bias, target, target.stride()[-3:],
+        rows, columns, width, part, batch, PARTS=parts, IS_SPLIT=is_split, IS_FETCHED=form.is_fetched,
+        IS_TURNED=form.is_turned, EVEN_K=width % form.K == 0, EVEN_N=columns % form.N == 0,
         M=form.M, N=form.N, K=form.K, num_warps=form.num_warps, num_stages=form.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
     if is_split:
@@ -120,14 +71,32 @@ def product(
     return out
 
 
+def forms_of(weight: Tensor) -> list[Form]:
+    """All forms that a product with this weight [N, K] may take."""
+    processors = num_processors(weight.device)
+    parts = num_parts(*weight.shape, processors)
+    return forms(len(weight), weight.dtype, parts, processors, _is_fetched(weight[None]))
+
+
+def _is_fetched(weight: Tensor) -> bool:
+    """Whether tiles of this weight [B, N, K], and of `settled` rows beside it, can be described to the copy engine."""
+    batch, _, width = weight.shape
+    steps = 16 // weight.element_size()
+    is_even = weight.stride(2) == 1 and weight.stride(1) % steps == 0 and width % steps == 0
+    return (
+        batch == 1 and weight.element_size() == 2 and is_even and weight.data_ptr() % 16 == 0
+        and width > 0 and fetches_tiles(weight.device)
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows", "batch"])
 def product_kernel(
-    x_ptr, x_by, w_ptr, w_by, bias_ptr, out_ptr, out_by, num_rows, num_columns, width, part, batch,
-    PARTS: tl.constexpr, IS_SPLIT: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    x, w, x_by, w_by, bias_ptr, out_ptr, out_by, num_rows, num_columns, width, part, batch,
+    PARTS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FETCHED: tl.constexpr, IS_TURNED: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, part, matrix), or without IS_SPLIT a (tile, matrix). Eight tiles of rows share a column's
-    weights while they are near.
+    weights while they are near. x, w: pointers, or descriptors with IS_FETCHED.
     """
     tiles_m, tiles_n = tl.cdiv(num_rows, M), tl.cdiv(num_columns, N)
     tile = tl.program_id(0) % (tiles_m * tiles_n)
@@ -135,35 +104,64 @@ def product_kernel(
     group = tile // (8 * tiles_n)
     in_group = tile % (8 * tiles_n)
     high = tl.minimum(tiles_m - group * 8, 8)
-    m_M = (group * 8 + in_group % high) * M + tl.arange(0, M)
-    n_N = in_group // high * N + tl.arange(0, N)
-    row_M = tl.minimum(m_M, num_rows - 1).to(tl.int64)  # read twice rather than masked
-    column_N = n_N if EVEN_N else tl.minimum(n_N, num_columns - 1)
-    x_M = x_ptr + matrix * x_by[0] + row_M * x_by[1]
-    w_N = w_ptr + matrix * w_by[0] + column_N.to(tl.int64) * w_by[1]
+    at = (group * 8 + in_group % high) * M, in_group // high * N
+    m_M, n_N = at[0] + tl.arange(0, M), at[1] + tl.arange(0, N)
     to_M = out_ptr + matrix * out_by[0] + m_M.to(tl.int64) * out_by[1]
     is_out_MN = (m_M < num_rows)[:, None] & (n_N < num_columns)[None, :]
+    begin = 0
     if IS_SPLIT:
-        first = tl.program_id(1)
-        total = sum_part(x_M, x_by[2], w_N, w_by[2], first * part, part, width, EVEN_K, M, N, K)
-        to_M += first.to(tl.int64) * batch * num_rows * num_columns
+        begin = tl.program_id(1) * part
+        to_M += tl.program_id(1).to(tl.int64) * batch * num_rows * num_columns
+    if IS_FETCHED:
+        total = sum_fetched(x, w, at, begin, part, width, IS_TURNED, M, N, K)
+        if not IS_SPLIT:
+            for i in range(1, PARTS):
+                total += sum_fetched(x, w, at, i * part, part, width, IS_TURNED, M, N, K)
     else:
-        total = sum_part(x_M, x_by[2], w_N, w_by[2], 0, part, width, EVEN_K, M, N, K)
-        for i in range(1, PARTS):
-            total += sum_part(x_M, x_by[2], w_N, w_by[2], i * part, part, width, EVEN_K, M, N, K)
-        if bias_ptr is not None:
-            bias_N = tl.load(bias_ptr + n_N, mask=n_N < num_columns, other=0.0)
-            total += bias_N.to(tl.float32)[None, :]
+        row_M = tl.minimum(m_M, num_rows - 1).to(tl.int64)  # read twice rather than masked
+        column_N = n_N if EVEN_N else tl.minimum(n_N, num_columns - 1)
+        x_M = x + matrix * x_by[0] + row_M * x_by[1]
+        w_N = w + matrix * w_by[0] + column_N.to(tl.int64) * w_by[1]
+        total = sum_loaded(x_M, x_by[2], w_N, w_by[2], begin, part, width, EVEN_K, M, N, K)
+        if not IS_SPLIT:
+            for i in range(1, PARTS):
+                total += sum_loaded(x_M, x_by[2], w_N, w_by[2], i * part, part, width, EVEN_K, M, N, K)  # fmt: skip
+    if bias_ptr is not None:
+        bias_N = tl.load(bias_ptr + n_N, mask=n_N < num_columns, other=0.0)
+        total += bias_N.to(tl.float32)[None, :]
     to_MN = to_M[:, None] + n_N[None, :] * out_by[2]
     tl.store(to_MN, total.to(out_ptr.dtype.element_ty), mask=is_out_MN)
 
 
 @triton.jit
-def sum_part(
+def sum_fetched(
+    x, w, at, begin, part, width, IS_TURNED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """The products' sum over `part` of K from `begin` on, [M, N] float32, of the tile at (row, column). What lies
+    outside of either matrix is fetched as zeros.
+    """
+    if IS_TURNED:
+        acc = tl.zeros([N, M], tl.float32)
+    else:
+        acc = tl.zeros([M, N], tl.float32)
+    for k in range(begin, tl.minimum(begin + part, width), K):
+        rows = x.load([at[0], k])
+        columns = w.load([at[1], k])
+        if IS_TURNED:
+            acc = tl.dot(columns, tl.trans(rows), acc)
+        else:
+            acc = tl.dot(rows, tl.trans(columns), acc)
+    if IS_TURNED:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def sum_loaded(
     x_M, x_step, w_N, w_step, begin, part, width, EVEN_K: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The products' sum over `part` of K from `begin` on, [M, N] float32."""
+    """As `sum_fetched`, through pointers to rows and columns."""
     acc = tl.zeros([M, N], tl.float32)
     for k in range(begin, tl.minimum(begin + part, width), K):
         k_K = k + tl.arange(0, K)

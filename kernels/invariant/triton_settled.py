@@ -36,3 +36,11 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def fetches_tiles(device: torch.device) -> bool:
+    """Whether the card has a copy engine for tiles, and shared memory for as many as `product_forms` keeps under way:
+    Hopper's and Blackwell's for data centres. Triton's interpreter plays one.
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)

@@ -30,6 +30,15 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 @triton.jit
+def goes_by_chunks(cu_seqlens_ptr, num_seqs, long, R: tl.constexpr):
+    """Whether some sequence has `long` new tokens or more. R is a power of two of at least num_seqs."""
+    r_R = tl.arange(0, R)
+    start_R = tl.load(cu_seqlens_ptr + r_R, mask=r_R < num_seqs, other=0)
+    end_R = tl.load(cu_seqlens_ptr + r_R + 1, mask=r_R < num_seqs, other=0)
+    return tl.max(end_R - start_R, 0) >= long
+
+
+@triton.jit
 def own_chunk(cu_seqlens_ptr, num_seqs, C: tl.constexpr, R: tl.constexpr):
     """Of the chunk with this program's number: its first token and the one behind its last, the same if it is empty or
     its sequence has one token. R is a power of two of at least num_seqs.

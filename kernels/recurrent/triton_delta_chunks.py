@@ -16,15 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton import own_sequence, own_state
-from .triton_chunks import dot_precision
+from .triton_chunks import dot_precision, goes_by_chunks
 from .triton_delta_prepare import prepare_by_channel_kernel, prepare_by_head_kernel
 
 CHUNK = 32
 """Tokens."""
 
-LONG = 1500
-"""Tokens a sequence, on average, from which chunks are taken. On an H200, with 32 heads of 128 x 128, a first form of
-them took 0.85 us a token of the row, the loop 2 us a token of the longest sequence. This form has not been measured.
+LONG = 384
+"""New tokens of a step's longest sequence from which its sequences go by chunks. On an H200, with 16 heads of 128 x 128,
+the loop takes 1.1 us a token of the longest sequence, chunks about 0.4 ms however 2,048 tokens are divided.
 """
 
 WALK = {"BV": 32, "num_warps": 4, "num_stages": 2}
@@ -37,8 +37,10 @@ def delta_chunks_triton(
     sequences: tuple[Tensor, Tensor, Tensor],
     scale: float,
     qk_l2norm: bool,
+    long: int,
 ) -> None:
-    """Outputs and states of the sequences that have several tokens. Operands: q, k, v, g, beta, state.
+    """Outputs and states of the sequences that have several tokens, if one of them has `long` or more: nothing
+    otherwise. Operands: q, k, v, g, beta, state.
 
     Takes 4 (3 K + V + C) bytes of scratch a token and value head.
     """
@@ -46,7 +48,7 @@ def delta_chunks_triton(
     tokens, heads, width = v.shape
     keys, seqs = q.shape[2], len(sequences[1])
     chunks = tokens // CHUNK + seqs
-    block_k = max(16, triton.next_power_of_2(keys))
+    block_k, rows = max(16, triton.next_power_of_2(keys)), triton.next_power_of_2(seqs)
     scratch = v.new_empty(
         tokens * heads * (3 * keys + width + CHUNK) + chunks * heads * keys, dtype=torch.float32
     )
@@ -70,11 +72,12 @@ def delta_chunks_triton(
         "parts": parts,
         "cu_seqlens_ptr": sequences[0],
         "num_seqs": seqs,
+        "long": long,
         "scale": scale,
         "L2NORM": qk_l2norm,
         "SHARE": heads // q.shape[1],
         "BV": max(16, triton.next_power_of_2(width)),
-        "R": triton.next_power_of_2(seqs),
+        "R": rows,
         "PRECISION": precision,
         "num_warps": 8 if g.dim() == 3 else 4,
         "num_stages": 1,
@@ -82,14 +85,14 @@ def delta_chunks_triton(
     prepare = prepare_by_channel_kernel if g.dim() == 3 else prepare_by_head_kernel
     prepare[(chunks, heads)](**preparing, **common)
     walk_kernel[(triton.cdiv(width, WALK["BV"]), heads, seqs)](
-        parts, state, state.stride(), out, *sequences, PRECISION=precision, **WALK, **common
+        parts, state, state.stride(), out, *sequences, long, R=rows, PRECISION=precision, **WALK, **common
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["long"])
 def walk_kernel(
-    parts, state_ptr, state_by, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr,
-    PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    parts, state_ptr, state_by, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, long,
+    R: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, value head, sequence of several tokens)."""
     w_ptr, query_ptr, key_ptr, u_ptr, scores_ptr, decay_ptr = parts
@@ -98,7 +101,7 @@ def walk_kernel(
     v_V = tl.program_id(0) * BV + tl.arange(0, BV)
     is_in_K, is_in_V = k_K < K, v_V < V
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
-    if end - start > 1:
+    if (end - start > 1) & goes_by_chunks(cu_seqlens_ptr, tl.num_programs(2), long, R):
         cells, is_cell, state = own_state(state_ptr, state_by, slot, head, context, k_K, v_V, K, V)
         chunk = (start // C + tl.program_id(2)).to(tl.int64)
         row_C = (start + c_C).to(tl.int64)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_chunks import own_chunk
+from .triton_chunks import goes_by_chunks, own_chunk
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "long"])
 def prepare_by_head_kernel(
-    operands, strides, parts, cu_seqlens_ptr, num_seqs, scale,
+    operands, strides, parts, cu_seqlens_ptr, num_seqs, long, scale,
     L2NORM: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -29,7 +29,7 @@ def prepare_by_head_kernel(
     key_head = head // SHARE
     k_K, v_V, c_C = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     begin, end = own_chunk(cu_seqlens_ptr, num_seqs, C, R)
-    if begin < end:
+    if (begin < end) & goes_by_chunks(cu_seqlens_ptr, num_seqs, long, R):
         row_C = (begin + c_C).to(tl.int64)
         is_token_C = row_C < end
         is_key_CK = is_token_C[:, None] & (k_K < K)[None, :]
@@ -91,9 +91,9 @@ def inverse_of_unit_lower(turned_CC):
     return inverse_CC
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "long"])
 def prepare_by_channel_kernel(
-    operands, strides, parts, cu_seqlens_ptr, num_seqs, scale,
+    operands, strides, parts, cu_seqlens_ptr, num_seqs, long, scale,
     L2NORM: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def prepare_by_channel_kernel(
     k_K, v_V, c_C = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, C)
     is_in_K = k_K < K
     begin, end = own_chunk(cu_seqlens_ptr, num_seqs, C, R)
-    if begin < end:
+    if (begin < end) & goes_by_chunks(cu_seqlens_ptr, num_seqs, long, R):
         row_C = (begin + c_C).to(tl.int64)
         is_token_C = row_C < end
         is_key_CK = is_token_C[:, None] & is_in_K[None, :]

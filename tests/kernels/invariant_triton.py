@@ -25,7 +25,8 @@ PRODUCTS = {
     "odd sizes": (33, 67, 9),
     "several tiles": (131, 130, 65),
     "parts of K": (5, 70, 1100),
-    "parts of K, many rows": (70, 64, 1500),
+    "parts of K, many rows": (70, 64, 1504),
+    "two tiles of 256 rows": (300, 64, 1120),
     "one": (1, 1, 1),
 }
 """Name -> rows, columns and width."""
@@ -58,11 +59,37 @@ def product_case(name: str, dtype: torch.dtype) -> None:
     x, weight = torch.randn(2, rows, width).to(dtype), torch.randn(2, columns, width).to(dtype)
     bias = torch.randn(columns).to(dtype)
     expected = x.double() @ weight.double().mT + bias.double()
-    parts = triton_products.num_parts(columns, width, 128, 132)
-    for form in triton_products.forms(dtype, parts):
-        for lying in (weight, weight.mT.contiguous().mT):
-            out = triton_products.product(x, lying, bias, form=form, parts=parts)
+    lying = weight, weight.mT.contiguous().mT
+    loaded, fetched = (product_forms(columns, width, dtype, kind) for kind in (False, True))
+    cases = [(form, x, w, expected) for form in loaded for w in lying]
+    cases += [(form, x[:1], weight[:1], expected[:1]) for form in fetched]
+    for form, x, weight, expected in cases:
+        for parts in (1, 2):
+            out = triton_products.product(x, weight, bias, form=form, parts=parts)
             assert_close(out, expected, dtype=dtype, scale=4 + width / 32, name=str(form))
+
+
+def product_forms(columns: int, width: int, dtype: torch.dtype, is_fetched: bool) -> list[Any]:
+    """Of one part or of two, on a card with few processors and on one with many; none where tiles cannot be fetched."""
+    from regraft.kernels.invariant.product_forms import forms
+
+    if is_fetched and (dtype.itemsize > 2 or width % 8):
+        return []
+    found = [forms(columns, dtype, n, on, is_fetched) for n in (1, 2) for on in (1, 132)]
+    return list(dict.fromkeys(form for some in found for form in some))
+
+
+def chosen_by_fetching() -> None:
+    """A weight that lies evenly takes the fetched tiles, any other one those that are loaded; and all are met."""
+    from regraft.kernels.invariant import triton_products
+
+    even = torch.randn(24, 40).half()
+    assert all(form.is_fetched for form in triton_products.forms_of(even))
+    for weight in (even[:, 1:], even.t().contiguous().t(), even.float(), even[:, :36].contiguous()):
+        assert not any(form.is_fetched for form in triton_products.forms_of(weight))
+        assert_close(triton_products.product(weight[None], weight[None])[0], weight @ weight.t(), dtype=even.dtype, scale=4)  # fmt: skip
+    tiles = {form.M for form in product_forms(4096, 4096, torch.bfloat16, True)}
+    assert tiles == {16, 64, 128, 256}
 
 
 def rows_differ(product: Callable[[Tensor, Tensor], Tensor]) -> bool:
@@ -90,16 +117,19 @@ def product_bits(is_mutant: bool) -> None:
 
 
 def form_bits() -> None:
-    """Side by side or one after the other, parts come to the same."""
+    """Side by side or one after the other, fetched or loaded, turned or not, parts come to the same."""
     from regraft.kernels.invariant import triton_products
 
-    x, weight = torch.randn(1, 5, 1500), torch.randn(1, 70, 1500)
-    for parts in (2, 3):
-        results = [
-            triton_products.product(x, weight, form=form, parts=parts)
-            for form in triton_products.forms(torch.float32, parts)
-        ]
-        assert all(torch.equal(result, results[0]) for result in results)
+    for dtype, width in ((torch.float32, 1500), (torch.float16, 1504)):
+        x, weight = torch.randn(1, 5, width).to(dtype), torch.randn(1, 70, width).to(dtype)
+        found = [product_forms(70, width, dtype, is_fetched) for is_fetched in (False, True)]
+        for parts in (2, 3):
+            results = [
+                triton_products.product(x, weight, form=form, parts=parts)
+                for form in (*found[0], *found[1])
+            ]
+            assert len(results) >= 2
+            assert all(torch.equal(result, results[0]) for result in results)
 
 
 def matmul_case(fixed: str) -> None:
@@ -229,9 +259,10 @@ def compile_products(dtype: torch.dtype) -> None:
 
     for columns, width in ((512, 4096), (70, 1100)):
         x, weight = torch.empty(1, 200, width, dtype=dtype), torch.empty(1, columns, width, dtype=dtype)  # fmt: skip
-        for form in triton_products.forms(dtype, 2):
-            with compiling({triton_products: ("product_kernel", "add_parts_kernel")}):
-                triton_products.product(x, weight, x[0, 0, :columns], form=form, parts=2)
+        for is_fetched in (False, True):
+            for form in product_forms(columns, width, dtype, is_fetched):
+                with compiling({triton_products: ("product_kernel", "add_parts_kernel")}):
+                    triton_products.product(x, weight, x[0, 0, :columns], form=form, parts=2)
 
 
 def compile_rows() -> None:
@@ -280,6 +311,7 @@ def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
     for mutant in (False, True):
         yield f"product, bits{', mutant' * mutant}", partial(product_bits, mutant)
     yield "product, forms", form_bits
+    yield "product, fetched or loaded", chosen_by_fetching
     for fixed in ("left", "right", "none"):
         yield f"product, {fixed} fixed", partial(matmul_case, fixed)
     yield from ((f"product, experts, {t}", partial(expert_case, t)) for t in (False, True))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -407,6 +408,24 @@ def _far_apart(x: Tensor) -> Tensor:
     return storage.as_strided(x.shape, (step, *x[0].contiguous().stride())).copy_(x)
 
 
+def run_by_longest(operator: str, device: str) -> None:
+    """The delta rule by itself: chunks if one sequence is long, else token by token, decided on the device."""
+    delta = importlib.import_module("regraft.kernels.recurrent.triton_delta")
+    case = Case(operator, **LONG, scale=3.0)
+    results = {}
+    for label, long, options in (
+        ("chunks", 70, {"by_chunks": True}), ("tokens", 70, {"by_chunks": False}), ("long", 70, {}), ("short", 71, {}),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        arguments = make(case, device)
+        with mock.patch.object(delta, "LONG", long):
+            out = form(operator, "triton")(**arguments, **options)
+        results[label] = out, arguments["state"].nan_to_num(7.0)
+    assert all(map(torch.equal, results["long"], results["chunks"]))
+    assert all(map(torch.equal, results["short"], results["tokens"]))
+    assert not torch.equal(results["chunks"][0], results["tokens"][0])
+
+
 KERNELS = {
     "recurrent.triton_delta": ("delta_kernel",),
     "recurrent.triton_delta_chunks": (
@@ -438,6 +457,8 @@ def outcomes(interpreted: bool) -> Iterator[tuple[str, Any]]:
         return
     yield from ((n, partial(run, n, "cpu")) for n in CASES)
     yield from ((n, partial(run_mutant, n, "cpu")) for n in MUTANTS)
+    for operator in ("gated_delta_rule", "kda"):
+        yield f"{operator}, by the longest", partial(run_by_longest, operator, "cpu")
     for operator in OPERATORS:
         yield f"{operator}, past 2^31 elements", partial(run_past_2_31_elements, operator, "cpu")
 

@@ -132,6 +132,8 @@ def _describe(value: Any, path: tuple[int, ...], fixed: bool, constants: Any, hi
     if fixed or value is None or (isinstance(value, int) and value == 1):
         constants[path] = value
         return "constexpr"
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
     if isinstance(value, tuple):
         return tuple(_describe(x, (*path, i), fixed, constants, hints) for i, x in enumerate(value))
     if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
