@@ -120,8 +120,8 @@ def _is_steady(request: Request, logits: torch.Tensor) -> bool:
 
 @functools.cache
 def _sums_each_row_alike(vocab_size: int, device: torch.device) -> bool:
-    """Whether a row's log_softmax has the same bits alone and at every place among others. Torch promises nothing: it is
-    measured, once for a vocabulary.
+    """Whether a row's log_softmax has the same bits alone and at every place among others. Torch promises nothing: it
+    is measured, once for a vocabulary.
     """
     generator = torch.Generator(device).manual_seed(0)
     row = 4 * torch.randn(1, vocab_size, generator=generator, device=device)

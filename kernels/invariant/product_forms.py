@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 PART = 128
-"""Parts of K are multiples of this, and every tile takes a divisor of it at a time: parts are the same for all tiles."""
+"""Parts of K are multiples of this, of which every tile takes a divisor at a time: they are the same for all tiles."""
 
 _SHORTEST = 512
 """A part of K shorter than this does not pay for adding it."""
@@ -40,8 +40,8 @@ class Form:
 
 _NARROW = Form(32, 64, 32, 4, 2)
 _LOADED = Form(64, 128, 64, 4, 4), Form(128, 128, 64, 8, 3)
-# Measured on an H200 for weights of 1,024 to 24,576 columns: as fast as cuBLAS up to 16 rows, 0.8 to 1 of it at 128, 0.9
-# to 1 at 2,048.
+# Measured on an H200 for weights of 1,024 to 24,576 columns: as fast as cuBLAS up to 16 rows, 0.8 to 1 times as fast at
+# 128, 0.9 to 1 at 2,048.
 _FEW = Form(16, 64, 128, 4, 5, is_fetched=True, is_turned=True)
 _SOME = Form(64, 64, 128, 4, 4, is_fetched=True, is_turned=True)
 _MORE = Form(64, 64, 64, 4, 6, is_fetched=True)

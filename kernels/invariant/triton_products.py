@@ -74,8 +74,9 @@ def product(
 def forms_of(weight: Tensor) -> list[Form]:
     """All forms that a product with this weight [N, K] may take."""
     processors = num_processors(weight.device)
-    parts = num_parts(*weight.shape, processors)
-    return forms(len(weight), weight.dtype, parts, processors, _is_fetched(weight[None]))
+    columns, width = weight.shape
+    parts = num_parts(columns, width, processors)
+    return forms(columns, weight.dtype, parts, processors, _is_fetched(weight[None]))
 
 
 def _is_fetched(weight: Tensor) -> bool:

@@ -23,8 +23,8 @@ CHUNK = 32
 """Tokens."""
 
 LONG = 384
-"""New tokens of a step's longest sequence from which its sequences go by chunks. On an H200, with 16 heads of 128 x 128,
-the loop takes 1.1 us a token of the longest sequence, chunks about 0.4 ms however 2,048 tokens are divided.
+"""New tokens of a step's longest sequence from which its sequences go by chunks. On an H200, with 16 heads of
+128 x 128, the loop takes 1.1 us a token of the longest sequence, chunks about 0.4 ms however 2,048 tokens are divided.
 """
 
 WALK = {"BV": 32, "num_warps": 4, "num_stages": 2}
@@ -92,7 +92,8 @@ def delta_chunks_triton(
 @triton.jit(do_not_specialize=["long"])
 def walk_kernel(
     parts, state_ptr, state_by, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, long,
-    R: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    R: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, value head, sequence of several tokens)."""
     w_ptr, query_ptr, key_ptr, u_ptr, scores_ptr, decay_ptr = parts

@@ -87,7 +87,8 @@ def chosen_by_fetching() -> None:
     assert all(form.is_fetched for form in triton_products.forms_of(even))
     for weight in (even[:, 1:], even.t().contiguous().t(), even.float(), even[:, :36].contiguous()):
         assert not any(form.is_fetched for form in triton_products.forms_of(weight))
-        assert_close(triton_products.product(weight[None], weight[None])[0], weight @ weight.t(), dtype=even.dtype, scale=4)  # fmt: skip
+        (out,) = triton_products.product(weight[None], weight[None])
+        assert_close(out, weight @ weight.t(), dtype=even.dtype, scale=4)
     tiles = {form.M for form in product_forms(4096, 4096, torch.bfloat16, True)}
     assert tiles == {16, 64, 128, 256}
 
