@@ -23,6 +23,7 @@ from regraft.rewriter.pipeline import Rewriting, rewrite
 from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
 from regraft.rewriter.returned_rows import mark_returned_rows
+from regraft.rewriter.structure import Structure
 from regraft.rewriter.validate import (
     Validation,
     ValidationError,
@@ -210,6 +211,7 @@ def _artifact(model: nn.Module, state: Rewriting, merged: tuple[Merged, ...] = (
         min_tokens=state.shortest_row,
         switch_lengths=tuple(sorted(state.switch_lengths)),
         weights=LiveWeights.of(model, state.captured.weight_names, merged),
+        structure=Structure.of(model),
     )
 
 
@@ -253,5 +255,5 @@ def _test_replays(engine: Engine, model: nn.Module, state: Rewriting) -> None:
         assert rows is not None
         check_prefix(served, rows, engine.model.max_positions)
     engine.report.notes.append(
-        f"{len(replays)} replayed regions passed the prefix test on these weights"
+        f"{len(replays)} replayed regions passed the prefix test, on these weights and on drawn ones"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from .errors import RewriteError
@@ -12,11 +13,21 @@ from .untouched import configs_of
 
 def admit(model: nn.Module) -> None:
     """Raise RewriteError for a model that is no causal language model on one device in inference mode."""
+    _refuse_autocast()
     inner = inner_model(model)
     _refuse_other_kinds(inner)
     _refuse_spread(model)
     if model.training:
         _refuse_dropout(model)
+
+
+def _refuse_autocast() -> None:
+    """A trace would hold the casts, and the caches another dtype than the engine's later steps."""
+    if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+        raise RewriteError(
+            "called under torch.autocast, in which operations have other dtypes than the model",
+            fix="call it outside of autocast; for half precision, model.to(torch.bfloat16) before",
+        )
 
 
 def inner_model(model: nn.Module) -> nn.Module:

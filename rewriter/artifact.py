@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import fx, nn
 
 from .declare import RowSpec, StateSpec
 from .errors import RewriteError
+from .structure import Structure
 
 
 @dataclass
@@ -21,6 +23,7 @@ class Artifact:
     max_positions      longest sequence that the graph is right for, None if any
     min_tokens         shortest packed row that the graph runs on
     switch_lengths     a request must be recomputed from its start when its length passes one of these
+    structure          what the model was made of when it was traced
     """
 
     module: fx.GraphModule
@@ -34,6 +37,7 @@ class Artifact:
     min_tokens: int = 1
     switch_lengths: tuple[int, ...] = ()
     weights: LiveWeights = field(default_factory=lambda: LiveWeights(()))
+    structure: Structure | None = None
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [S, vocab] of the rows named by `logits_rows`."""
@@ -43,6 +47,11 @@ class Artifact:
     def weights_version(self) -> int:
         """Changes when a weight of the wrapped model was changed in place or replaced."""
         return self.weights.refresh(self.module)
+
+    def check_structure(self) -> None:
+        """Raises RewriteError if the wrapped model is made otherwise now."""
+        if self.structure is not None:
+            self.structure.check()
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,21 @@ def merge_storage(module: fx.GraphModule, merged: Merged) -> None:
     module.register_buffer(merged.attribute, whole, persistent=False)
 
 
+class Kind(NamedTuple):
+    """What a graph takes for granted of a weight."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Kind:
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {[*self.shape]} on {self.device}"
+
+
 @dataclass
 class LiveWeights:
     """The graph reads the model's own tensors.
@@ -74,6 +98,8 @@ class LiveWeights:
     merged: tuple[Merged, ...] = ()
     tied: tuple[tuple[nn.Module, str, int, str], ...] = ()
     """Other places that held the tensor of a slot: (module, name in it, number of the slot, what is tied)"""
+    kinds: tuple[tuple[str, Kind], ...] = ()
+    """Per slot the weight's full name, and of what kind it was when it was traced."""
     replaced: int = 0
     _held: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Per slot the tensor that the graph reads, and its address."""
@@ -90,12 +116,16 @@ class LiveWeights:
             if hasattr(owner, name):  # constants of the trace have a name in the graph alone
                 slots.append((owner, name, attribute))
                 known.append(full)
-        return cls(tuple(slots), merged, tuple(_tied(model, slots, known)))
+        kinds = [
+            (full, Kind.of(_tensor_of(owner, name))) for full, (owner, name, _) in zip(known, slots)
+        ]
+        return cls(tuple(slots), merged, tuple(_tied(model, slots, known)), tuple(kinds))
 
     def refresh(self, module: fx.GraphModule) -> int:
         """The version: another number whenever contents or place of a weight are others.
 
-        Raises RewriteError if two weights that were one tensor are two now: the graph reads one tensor for both.
+        Raises RewriteError if two weights that were one tensor are two now, since the graph reads one tensor for both,
+        or if one has another dtype, shape or device.
         """
         self._check_ties()
         if not self._held:
@@ -105,6 +135,7 @@ class LiveWeights:
             tensor = _tensor_of(owner, name)
             held, address = self._held[at]
             if tensor is not held or tensor.data_ptr() != address:
+                self._check_kind(at, tensor)
                 _assign(module, attribute, tensor)
                 has_moved = True
             version += tensor._version
@@ -122,6 +153,15 @@ class LiveWeights:
                     f"{both} were one tensor when the model was wrapped, and are two now",
                     fix="wrap the model again, or tie them as they were: model.tie_weights()",
                 )
+
+    def _check_kind(self, at: int, tensor: torch.Tensor) -> None:
+        full, kind = self.kinds[at]
+        now = Kind.of(tensor)
+        if now != kind:
+            raise RewriteError(
+                f"{full} was {kind} when the model was wrapped, and is {now}",
+                fix=f"wrap the model again, or bring it back: model.to({kind.device.type!r}, {kind.dtype})",
+            )
 
     def _merge_again(self, module: fx.GraphModule) -> None:
         """What was merged and of which a part has moved."""

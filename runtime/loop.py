@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from . import sampler
 from .capacity import Capacity
@@ -17,6 +20,9 @@ from .request import PENDING, Request, ScoreRequest, Span, Status, extras
 from .runner import RewrittenModel, Runner
 from .scheduler import Scheduler
 from .text import decode
+
+CHECK_SHARE = 0.01
+"""Of the time of steps, how much may go into looking whether the model is still made as it was."""
 
 
 class StepLoop:
@@ -60,6 +66,7 @@ class StepLoop:
         self._weights_version = model.weights_version()
         self.has_other_weights = False
         """Set from outside: the weights were written to in a way that no version counter sees."""
+        self._check_due = 0.0
         self._overlaps = model.device.type == "cuda" if overlaps is None else overlaps
         self._pending: Pending | None = None
         self._arrived: deque[Request] = deque()
@@ -108,6 +115,7 @@ class StepLoop:
 
         An error in the model ends the requests of that step and is raised; the others stay live.
         """
+        self._refuse_autocast()
         if not self._stepping.acquire(blocking=False):
             raise EngineBusyError(
                 "another thread is in a step of this engine: run its steps from one thread, and "
@@ -121,6 +129,15 @@ class StepLoop:
                 self._settle()
         finally:
             self._stepping.release()
+
+    def _refuse_autocast(self) -> None:
+        """The operators and caches have the model's dtypes, and would meet others."""
+        kind = self._model.device.type
+        if torch.is_autocast_enabled(kind):
+            raise RequestError(
+                f"a step of the engine is run under torch.autocast({kind!r}), in which operations have other dtypes "
+                "than the model: call the engine outside of it; for half precision, wrap a model in half precision"
+            )
 
     def fail(self, error: str) -> None:
         """Ends every live request with this error."""
@@ -145,6 +162,7 @@ class StepLoop:
         """Launches a step and reads the tokens of the one before, or of this one where nothing overlaps."""
         if self._pending is not None and self._pending.needs_host:
             self._read(self._take_pending())
+        self._check_model()
         self._renew_weights()
         spans = self.scheduler.schedule()
         before = self._take_pending()
@@ -161,6 +179,15 @@ class StepLoop:
         self._read(before)
         if not self._overlaps:
             self._read(self._take_pending())
+
+    def _check_model(self) -> None:
+        """Where nothing was running the model may have been changed just now; else every so often."""
+        start = time.perf_counter()
+        if self.scheduler.running and start < self._check_due:
+            return
+        self._model.check_structure()
+        end = time.perf_counter()
+        self._check_due = end + (end - start) / CHECK_SHARE
 
     def _renew_weights(self) -> None:
         version = self._model.weights_version()

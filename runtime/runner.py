@@ -42,6 +42,10 @@ class RewrittenModel(Protocol):
         """Changes when any weight was changed in place or replaced."""
         ...
 
+    def check_structure(self) -> None:
+        """Raises if the model is made of other modules than the rewritten one."""
+        ...
+
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits, float [S, vocab], of the rows that `logits_rows` names.
 

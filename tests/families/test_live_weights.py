@@ -219,3 +219,104 @@ def test_two_engines_on_one_model() -> None:
     for engine, request, prompt, start in zip((first, second), (one, two), prompts, starts):
         rest = continue_greedily(model, prompt + start, 4)
         assert run_to_end(engine)[request].token_ids == start + rest
+
+
+LLAMA = pytest.mark.xdist_group("live_weights_llama")
+
+
+@LLAMA
+def test_another_model_is_not_served() -> None:
+    """Adapters that are switched off or merged, a module in the place of another, a hook: until that is undone."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), config).eval()
+    engine, prompt = wrap(model), text("llama")
+    expected = forward(model, prompt)
+
+    def refused(match: str) -> None:
+        for call in (lambda: engine.score([prompt]), lambda: engine.generate([prompt])):
+            with pytest.raises(regraft.RewriteError, match=match):
+                call()
+
+    def serves() -> None:
+        assert worst(engine.score([prompt]), [expected]) <= LOGITS
+
+    serves()
+    with model.disable_adapter():
+        refused(r"_disable_adapters of .*q_proj was False and is True")
+    serves()
+    model.merge_adapter()
+    refused(r"merged_adapters of .*q_proj was \[\] and is \['default'\]")
+    model.unmerge_adapter()
+    serves()
+    mlp = model.base_model.model.model.layers[1].mlp
+    mlp.act_fn, before = nn.ReLU(), mlp.act_fn
+    refused(r"act_fn of .*layers.1.mlp is another module \(ReLU in place of SiLUActivation\)")
+    mlp.act_fn = before
+    hook = mlp.register_forward_hook(lambda module, given, output: 2 * output)
+    refused(r"layers.1.mlp has 1 forward hooks, and had 0")
+    hook.remove()
+    serves()
+
+
+@LLAMA
+def test_what_training_does_to_a_model_leaves_it_the_same() -> None:
+    """Modes, checkpointing (which hooks to the embeddings), compilation, generation by the model itself."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    engine, prompt = wrap(model.eval()), text("llama")
+    model.train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable()
+    train(model, "llama")
+    model.compile(backend="eager")
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        compiled(input_ids=torch.tensor([prompt]), use_cache=False)
+    model.eval()
+    model.gradient_checkpointing_disable()
+    model.generate(torch.tensor([prompt]), max_new_tokens=2, do_sample=False)
+    assert worst(engine.score([prompt]), [forward(model, prompt)]) <= LOGITS
+
+
+@LLAMA
+def test_weights_of_another_kind_are_not_served() -> None:
+    model = build("llama")
+    engine, prompt = wrap(model), text("llama")
+    before = engine.score([prompt])
+    model.to(torch.bfloat16)
+    with pytest.raises(regraft.RewriteError) as raised:
+        engine.score([prompt])
+    name, shape = "model.embed_tokens.weight", [*model.model.embed_tokens.weight.shape]
+    assert raised.value.problem == (
+        f"{name} was torch.float32 {shape} on cpu when the model was wrapped, and is torch.bfloat16 {shape} on cpu"
+    )
+    assert "bring it back: model.to('cpu', torch.float32)" in raised.value.fix
+    model.to(torch.float32)
+    assert worst(engine.score([prompt]), [forward(model, prompt)]) <= LOGITS
+    assert 0 < worst(engine.score([prompt]), before) < 1, "rounded on the way"
+    narrow = nn.Parameter(model.model.layers[0].mlp.up_proj.weight[:-1])
+    model.model.layers[0].mlp.up_proj.weight = narrow
+    with pytest.raises(
+        regraft.RewriteError, match=r"layers.0.mlp.up_proj.weight was .* when the model"
+    ):
+        engine.score([prompt])
+
+
+@LLAMA
+def test_autocast_is_refused_and_harms_nothing() -> None:
+    model = build("llama")
+    engine, prompt = wrap(model), text("llama")
+    waiting = engine.add_request(prompt, max_new_tokens=3)
+    engine.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        for call in (engine.step, lambda: engine.score([prompt])):
+            with pytest.raises(
+                regraft.RequestError,
+                match=r"under torch.autocast\('cpu'\).*call the engine outside",
+            ):
+                call()
+        with pytest.raises(regraft.RewriteError, match=r"called under torch\.autocast"):
+            wrap(model)
+    made = run_to_end(engine)[waiting].token_ids
+    assert made == continue_greedily(model, prompt, 3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from regraft.rewriter.errors import RewriteError
 from regraft.runtime.errors import RequestError
 from tests.runtime.engines import assert_idle, make_engine, make_prompts
 from tests.runtime.tokenizers_made_here import byte_tokenizer
@@ -250,3 +251,32 @@ def test_validate_needs_something_to_compare_with(engine):
         engine.validate()
     engine._validator = lambda size="quick", seed=0: (size, seed)
     assert engine.validate("full", seed=3) == ("full", 3)
+
+
+def test_a_model_that_is_made_otherwise_is_refused_until_that_is_undone():
+    """At once where nothing runs, and every so often where something does: never in each step."""
+    engine = make_engine()
+    model = engine.model
+    looks = []
+    plain = model.check_structure
+    model.check_structure = lambda: (looks.append(1), plain())
+    model.changed = "a module was replaced"
+    with pytest.raises(RewriteError, match="a module was replaced"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+    assert_idle(engine)
+    model.changed = ""
+    name = engine.add_request([1, 2, 3], max_new_tokens=12)
+    engine.step()
+    engine._loop._check_due = float("inf")
+    model.changed, seen = "a hook was added", len(looks)
+    engine.step()
+    assert len(looks) == seen
+    engine._loop._check_due = 0
+    with pytest.raises(RewriteError, match="a hook was added"):
+        engine.step()
+    model.changed = ""
+    while engine.has_unfinished:
+        outputs = [token.output for token in engine.step() if token.output]
+    assert outputs[0].request_id == name
+    assert outputs[0].token_ids == model.continue_greedily([1, 2, 3], 12)
+    assert_idle(engine)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from regraft.rewriter.declare import Reach, RowSpec, StateSpec, field_of
+from regraft.rewriter.errors import RewriteError
 
 VOCAB = 64
 
@@ -48,6 +49,7 @@ class ToyModel:
         self.switch_lengths = switch_lengths
         self.min_tokens = min_tokens
         self.weight = 0
+        self.changed = ""
         self.fails_in = -1
         self.num_steps = 0
         self.steps: list[dict[str, list]] = []
@@ -55,6 +57,10 @@ class ToyModel:
 
     def weights_version(self) -> int:
         return self.weight
+
+    def check_structure(self) -> None:
+        if self.changed:
+            raise RewriteError(self.changed)
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         self.num_steps += 1
