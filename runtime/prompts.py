@@ -54,17 +54,21 @@ def to_token_ids(prompt: Any, tokenizer: Any, vocab_size: int) -> list[int]:
 
 
 def check_length(num_prompt: int, num_new: int, max_positions: int | None, max_cached: int) -> None:
-    """RequestError if a request of this length fits neither the model nor the cache."""
-    total = num_prompt + num_new
+    """RequestError if a request of this length fits neither the model nor the cache.
+
+    Its last new token is chosen, and never computed: it takes neither a position nor a place in the cache.
+    """
+    total = num_prompt + max(num_new - 1, 0)
     asked = f"a prompt of {num_prompt} tokens" + (f" and {num_new} new ones" if num_new else "")
+    last = " (the last of them takes none)" if num_new else ""
     if max_positions is not None and total > max_positions:
         raise RequestError(
-            f"{asked} are more than the {max_positions} positions of the model: shorten the prompt "
-            "or lower max_new_tokens"
+            f"{asked} are more than the {max_positions} positions of the model{last}: shorten the "
+            "prompt or lower max_new_tokens"
         )
     if total > max_cached:
         raise RequestError(
-            f"{asked} are more than the {max_cached} tokens of the cache: shorten the prompt, "
+            f"{asked} are more than the {max_cached} tokens of the cache{last}: shorten the prompt, "
             "lower max_new_tokens, or give the engine more cache_tokens"
         )
 

@@ -105,6 +105,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def most_cached(self) -> int:
+        """Tokens that it can come to have in the caches: its last one is never computed."""
+        return self.num_prompt + self.params.max_new_tokens - 1
+
+    @property
     def is_full(self) -> bool:
         """Whether its last token is made, though perhaps not read yet."""
         return self.num_output >= self.params.max_new_tokens

@@ -310,7 +310,7 @@ class Scheduler:
         return max(0, most - len(request.held[at].pages))
 
     def _most_pages(self, request: Request, group: PageGroup, num_new: int) -> int:
-        return group.most(request.num_prompt + request.params.max_new_tokens, num_new)
+        return group.most(request.most_cached, num_new)
 
     def _take_pages(self, request: Request, group: PageGroup, held: Held, count: int) -> None:
         room = self._most_pages(request, group, self.config.max_batch_tokens)

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, RobertaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    RobertaConfig,
+)
 
 import regraft
 from regraft.rewriter import artifact
@@ -53,6 +59,28 @@ def test_validation_sees_weights_that_change_under_it() -> None:
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     assert engine.validate().passed
+
+
+def test_a_request_may_take_every_position_of_a_table() -> None:
+    """The last new token is never looked up: one more than fit is still what the model's own `generate` makes."""
+    config = GPT2Config(
+        n_positions=32, n_embd=32, n_layer=2, n_head=2, vocab_size=64, eos_token_id=63
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).eval()
+    engine = regraft.wrap(model, **SIZES)
+    prompt = torch.randint(1, 60, (30,)).tolist()
+    (output,) = engine.generate([prompt], max_new_tokens=3)
+    expected = model.generate(
+        torch.tensor([prompt]), max_new_tokens=3, do_sample=False, pad_token_id=0
+    )
+    assert output.token_ids == expected[0, 30:].tolist()
+    assert output.finish_reason == "length"
+    with pytest.raises(
+        regraft.RequestError,
+        match=r"30 tokens and 4 new ones are more than the 32 positions of the model \(the last",
+    ):
+        engine.generate([prompt], max_new_tokens=4)
 
 
 def test_a_setting_of_another_name() -> None:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from regraft.runtime import scheduler
 from regraft.runtime.errors import EngineBusyError, EngineClosedError, RequestError
 from tests.runtime.engines import assert_idle, make_engine, make_prompts
 from tests.runtime.tokenizers_made_here import byte_tokenizer
@@ -22,8 +23,8 @@ BAD = [
     (None, {}, "the prompt None is no flat list"),
     ("text", {}, "the prompt 'text' is text, and the engine has no tokenizer"),
     ([1] * 201, {"max_new_tokens": 1}, "201 tokens and 1 new ones are more than the 200 positions"),
-    ([1] * 190, {"max_new_tokens": 11}, "190 tokens and 11 new ones are more than the 200 posit"),
-    ([1] * 90, {"max_new_tokens": 31}, "90 tokens and 31 new ones are more than the 120 tokens of"),
+    ([1] * 190, {"max_new_tokens": 12}, "190 tokens and 12 new ones are more than the 200 posit"),
+    ([1] * 90, {"max_new_tokens": 32}, "90 tokens and 32 new ones are more than the 120 tokens of"),
     ([1], {"max_new_tokens": 0}, "max_new_tokens=0"),
     ([1], {"max_new_tokens": -5}, "max_new_tokens=-5"),
     ([1], {"num_beams": 2}, "num_beams=2 is not supported"),
@@ -58,15 +59,32 @@ def test_a_bad_request_is_refused_and_everybody_else_goes_on(index):
     assert_idle(engine)
 
 
-def test_requests_up_to_the_limit_are_served():
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_requests_up_to_the_limit_are_served(overlaps):
+    """The last new token is chosen and never computed: it takes no place."""
     for tokens in (200, 120):
-        engine = make_engine(ToyModel(max_positions=200), cache_tokens=tokens)
+        model = ToyModel(max_positions=200)
+        engine = make_engine(model, cache_tokens=tokens, overlaps=overlaps)
         prompt = [3] * (tokens - 4)
-        (output,) = engine.generate([prompt], max_new_tokens=4)
-        assert output.token_ids == engine.model.continue_greedily(prompt, 4)
-        (output,) = engine.generate([[3] * (tokens - 1)], max_new_tokens=1)
+        (output,) = engine.generate([prompt], max_new_tokens=5)
+        assert output.token_ids == engine.model.continue_greedily(prompt, 5)
+        (output,) = engine.generate([[3] * tokens], max_new_tokens=1)
         assert len(output.token_ids) == 1
         engine.score([[3] * tokens])
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("patience", [0, 3])
+def test_requests_of_the_whole_cache_do_not_stop_each_other(patience, overlaps, monkeypatch):
+    """Each alone fills it, also where it has to wait for all of the room that it can come to need."""
+    monkeypatch.setattr(scheduler, "MOST_PREEMPTIONS", patience)
+    engine = make_engine(cache_tokens=40, overlaps=overlaps)
+    prompts = make_prompts(6, longest=20)
+    outputs = engine.generate(prompts, max_new_tokens=[41 - len(prompt) for prompt in prompts])
+    for prompt, output in zip(prompts, outputs):
+        assert output.token_ids == engine.model.continue_greedily(prompt, 41 - len(prompt))
+    assert (engine.stats.num_preemptions > 0) == (patience > 0)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("prompts", ["text", [1, 2, 3], {"input_ids": [1]}, None, 5, b"ab"])

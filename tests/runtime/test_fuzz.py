@@ -51,8 +51,8 @@ class Crowd:
 
     def arrive(self):
         for _ in range(self.rng.choice([1, 1, 6])):
-            length = self.rng.randint(1, self.rng.choice([6, self.longest - 1]))
-            new = self.rng.randint(1, min(20, self.longest - length))
+            length = self.rng.randint(1, self.rng.choice([6, self.longest]))
+            new = self.rng.randint(1, min(20, self.longest - length + 1))
             prompt = [self.rng.randrange(64) for _ in range(length)]
             name = self.engine.add_request(prompt, max_new_tokens=new)
             self.prompts[name] = (prompt, new)
