@@ -10,6 +10,8 @@ import torch
 
 _CHOICES = {"fallback": ("replay", "refuse"), "validate": ("quick", "full", "off")}
 
+_CHUNK_SIZE = 64
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -35,9 +37,9 @@ class EngineConfig:
     together (above 0, at most 1; default None: 0.85 on an accelerator, 0.25 on the CPU). They
     never take more than `max_requests` requests of full length can use."""
 
-    chunk_size: int = 64
+    chunk_size: int = None  # type: ignore[assignment]  # a number once the others are known
     """A prompt that does not fit into one step is cut at multiples of this, counted from its own
-    start (tokens; default 64)."""
+    start (tokens; default 64, or `max_batch_tokens` where that is less)."""
 
     prefix_cache: bool = False
     """Reuse what was computed of a text's beginning: its full pages of rows and, of a recurrent
@@ -80,8 +82,11 @@ class EngineConfig:
     """Start of the random numbers of requests that bring no seed (default 0)."""
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_requests", "page_size", "chunk_size"):
+        for name in ("max_batch_tokens", "max_requests", "page_size"):
             _check_count(name, getattr(self, name))
+        if vars(self)["chunk_size"] is None:
+            object.__setattr__(self, "chunk_size", min(_CHUNK_SIZE, self.max_batch_tokens))
+        _check_count("chunk_size", self.chunk_size)
         if self.max_batch_tokens < self.chunk_size:
             raise ValueError(
                 f"max_batch_tokens={self.max_batch_tokens} is less than "

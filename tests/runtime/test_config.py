@@ -26,7 +26,11 @@ def test_defaults_are_valid_and_frozen():
         ({"max_requests": -1}, "max_requests=-1"),
         ({"page_size": 1.5}, r"page_size=1\.5"),
         ({"chunk_size": True}, "chunk_size=True"),
-        ({"max_batch_tokens": 32}, "max_batch_tokens=32 is less than chunk_size=64"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        (
+            {"max_batch_tokens": 32, "chunk_size": 33},
+            "max_batch_tokens=32 is less than chunk_size=33",
+        ),
         ({"cache_tokens": 0}, "cache_tokens=0"),
         ({"memory_fraction": 0}, "memory_fraction=0 "),
         ({"memory_fraction": 1.1}, r"memory_fraction=1\.1"),
@@ -46,6 +50,13 @@ def test_defaults_are_valid_and_frozen():
 def test_a_wrong_setting_is_named(fields, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**fields)
+
+
+def test_chunks_are_no_longer_than_a_step_unless_that_is_asked_for():
+    assert EngineConfig().chunk_size == 64
+    assert EngineConfig(max_batch_tokens=32).chunk_size == 32
+    assert EngineConfig(max_batch_tokens=32, chunk_size=8).chunk_size == 8
+    assert EngineConfig(max_batch_tokens=1).chunk_size == 1
 
 
 def test_an_unknown_setting_is_named_beside_the_known_ones():
