@@ -187,7 +187,7 @@ def _argmax(scores: torch.Tensor, *, logprobs: bool) -> tuple[torch.Tensor, torc
     """The best token of each row and its log-probability, or 0 instead where nobody wants it."""
     # numpy's argmax on the CPU is many times faster than torch's; both take a NaN for the largest.
     on_cpu = scores.device.type == "cpu"
-    tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else greedy(scores)[0]
+    tokens = torch.from_numpy(scores.numpy().argmax(-1)) if on_cpu else scores.argmax(dim=-1)
     if logprobs:
         return tokens, scores.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
     best = scores.gather(-1, tokens[:, None])[:, 0]
