@@ -89,6 +89,8 @@ class Engine:
         keeps it apart from requests with another one or none. `progress` draws a bar. A bad prompt or
         field is a RequestError before anything runs.
         """
+        if not isinstance(progress, bool):
+            raise RequestError(f"progress={progress!r}: give True or False")
         requests = self.make_requests(prompts, generation_config, fields)
         collector = Collector(requests, progress=progress)
         self._collect(requests, collector)

@@ -15,6 +15,7 @@ from . import sampler
 from .config import EngineConfig
 from .errors import RequestError
 from .generation_config import resolve
+from .processors import integers
 from .prompts import check_length, to_token_ids
 from .request import PromptScores, Request, ScoreRequest
 from .runner import RewrittenModel
@@ -60,6 +61,7 @@ class RequestFactory:
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id={request_id!r} is no str: give a str, or none")
         model = self._model
+        _check_end(fields.get("eos_token_id"), model.vocab_size)
         tokens = [to_token_ids(prompt, self._tokenizer, model.vocab_size) for prompt in prompts]
         lengths = [len(ids) for ids in tokens]
         all_params = resolve(
@@ -122,6 +124,16 @@ class RequestFactory:
 
     def _check_length(self, num_prompt: int, num_new: int) -> None:
         check_length(num_prompt, num_new, self._model.max_positions, self._max_cached)
+
+
+def _check_end(tokens: Any, vocab_size: int) -> None:
+    """Of an `eos_token_id` that a caller gives. The config of a model may name tokens that this one never makes."""
+    for token in integers(tokens):
+        if token >= vocab_size:
+            raise RequestError(
+                f"eos_token_id names token {token}, outside the vocabulary of {vocab_size} (0 to "
+                f"{vocab_size - 1}): no request would end with it"
+            )
 
 
 def _child_params(params: SamplingParams, index: int) -> SamplingParams:

@@ -83,6 +83,7 @@ def resolve(
     """
     given = {**_config_fields(generation_config), **fields}
     _check_names(given)
+    _check_padding(fields)
     own = {k: v for k, v in _config_fields(model_config).items() if k in _known_names()}
     columns = {
         name: _per_prompt(name, value, len(prompt_lengths))
@@ -122,6 +123,13 @@ def _check_names(given: Mapping[str, Any]) -> None:
                 f"{name!r} is no field of GenerationConfig (value {given[name]!r}): leave it out, "
                 f"or did you mean one of {', '.join(sorted(_SERVED))}?"
             )
+
+
+def _check_padding(fields: Mapping[str, Any]) -> None:
+    """Nothing is padded here, but a number that no token has is a mistake. Configs of models say -1 for none."""
+    token = fields.get("pad_token_id")
+    if token is not None and not (isinstance(token, (int, np.integer)) and token >= 0):
+        raise RequestError(f"pad_token_id={token!r}: give a token id, or leave it out")
 
 
 def _check_supported(values: Mapping[str, Any]) -> None:

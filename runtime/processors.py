@@ -144,7 +144,7 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
         "suppress_tokens",
         "begin_suppress_tokens",
     ):
-        for token in _integers(getattr(params, name)):
+        for token in integers(getattr(params, name)):
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     f"{name} names token {token}, outside the vocabulary of {vocab_size} (0 to "
@@ -152,10 +152,10 @@ def _check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def _integers(value: Any) -> Iterator[int]:
+def integers(value: Any) -> Iterator[int]:
     """Every integer of a nested value, the keys of a dict included."""
     if isinstance(value, int):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for item in value:
-            yield from _integers(item)
+            yield from integers(item)

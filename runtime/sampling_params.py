@@ -96,6 +96,8 @@ class SamplingParams:
         for name in ("eos_token_id", "suppress_tokens", "begin_suppress_tokens"):
             tokens = getattr(self, name) or ()
             _check(name, tokens, "a token id or a list of them", _are_tokens)
+        words = self.bad_words_ids
+        _check("bad_words_ids", words, "a list of lists of token ids, none empty", _are_not_empty)
         self._check_ends()
         self._check_additions()
         if self.cache_salt is not None:
@@ -186,6 +188,12 @@ def _is_scale(value: Any) -> bool:
 
 def _is_share(value: Any) -> bool:
     return _is_number(value) and 0 <= value <= 1
+
+
+def _are_not_empty(value: Any) -> bool:
+    """Whether nothing in it is an empty list. Transformers checks the rest, and would ban nothing."""
+    lists = value if isinstance(value, (list, tuple)) else ()
+    return not any(isinstance(item, list) and not item for item in lists)
 
 
 def _are_tokens(value: Any) -> bool:

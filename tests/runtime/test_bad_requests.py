@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from transformers import GenerationConfig
 
 from regraft.runtime import scheduler
 from regraft.runtime.errors import EngineBusyError, EngineClosedError, RequestError
@@ -29,6 +30,19 @@ BAD = [
     ([1], {"max_new_tokens": -5}, "max_new_tokens=-5"),
     ([1], {"num_beams": 2}, "num_beams=2 is not supported"),
     ([1], {"speed": 2}, "'speed' is no field of GenerationConfig"),
+    (
+        [1],
+        {"eos_token_id": 64},
+        r"eos_token_id names token 64, outside the vocabulary of 64 \(0 to",
+    ),
+    ([1], {"eos_token_id": [3, 64]}, "eos_token_id names token 64"),
+    ([1], {"eos_token_id": -2}, r"eos_token_id=\(-2,\): give a token id"),
+    ([1], {"pad_token_id": -1}, "pad_token_id=-1: give a token id, or leave it out"),
+    ([1], {"pad_token_id": "x"}, "pad_token_id='x': give a token id"),
+    ([1], {"bad_words_ids": [[]]}, r"bad_words_ids=\[\[\]\]: give a list of lists .*none empty"),
+    ([1], {"bad_words_ids": [[3], []]}, "none empty"),
+    ([1], {"bad_words_ids": 5}, "`bad_words_ids` has to be a non-empty list"),
+    ([1], {"bad_words_ids": []}, "`bad_words_ids` has to be a non-empty list"),
     ([1], {"generation_config": {"top_k": 1}}, "give a transformers GenerationConfig"),
 ]
 
@@ -85,6 +99,32 @@ def test_requests_of_the_whole_cache_do_not_stop_each_other(patience, overlaps, 
         assert output.token_ids == engine.model.continue_greedily(prompt, 41 - len(prompt))
     assert (engine.stats.num_preemptions > 0) == (patience > 0)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("progress", ["x", 1, None])
+def test_progress_is_a_flag(progress):
+    with pytest.raises(RequestError, match=f"progress={progress!r}: give True or False"):
+        make_engine().generate([[1]], progress=progress)
+
+
+def test_a_models_own_config_may_name_tokens_that_it_never_makes():
+    """Of a larger tokenizer, or -1 for none: as transformers takes them."""
+    config = GenerationConfig(eos_token_id=[5000], pad_token_id=-1)
+    for given in ({"generation_config": config}, {}):
+        engine = make_engine(generation_config=config)
+        outputs = [engine.generate([[1]], max_new_tokens=3, **given)[0]]
+        name = engine.add_request([1], max_new_tokens=3, eos_token_id=-1, pad_token_id=0)
+        outputs += [token.output for token in run(engine) if token.request_id == name]
+        for output in outputs:
+            assert output.token_ids == engine.model.continue_greedily([1], 3)
+
+
+def run(engine):
+    """The last tokens of the requests that `add_request` made."""
+    found = []
+    while engine.has_unfinished:
+        found += [token for token in engine.step() if token.output is not None]
+    return found
 
 
 @pytest.mark.parametrize("prompts", ["text", [1, 2, 3], {"input_ids": [1]}, None, 5, b"ab"])
