@@ -23,6 +23,9 @@ NEAR = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 8e-3, torch.bf
 """How far a chosen score may lie below the k-th best, as a part of the largest: some rounding errors of the dtype
 (bfloat16: 8 units in the last place of the largest score; measured on tiny models of three layers: up to 3.3e-2)."""
 
+TOP_K = ("aten::topk", "regraft::invariant_topk")
+"""Operators that give values and indices; the second one exists where batch invariance was asked for."""
+
 HIDDEN = -1e30
 """Scores below are of what may not be chosen."""
 
@@ -122,7 +125,7 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.topk.default:
+        if function.name() in TOP_K:
             indices = result[1]
             self.found.append(
                 indices[0] if args[0].shape[0] == 1 and args[0].dim() > 2 else indices

@@ -6,6 +6,7 @@ weight gives the same bits. That is a property of the card, and is measured (`tr
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,9 +43,10 @@ _NARROW = Form(32, 64, 32, 4, 2)
 _LOADED = Form(64, 128, 64, 4, 4), Form(128, 128, 64, 8, 3)
 # Measured on an H200 for weights of 1,024 to 24,576 columns: as fast as cuBLAS up to 16 rows, 0.8 to 1 times as fast at
 # 128, 0.9 to 1 at 2,048.
-_FEW = Form(16, 64, 128, 4, 5, is_fetched=True, is_turned=True)
-_SOME = Form(64, 64, 128, 4, 4, is_fetched=True, is_turned=True)
-_MORE = Form(64, 64, 64, 4, 6, is_fetched=True)
+_FEW = Form(16, 64, 128, 4, 8, is_fetched=True, is_turned=True)
+_FEW_SHARING = replace(_FEW, num_stages=5)  # two programs fit on a multiprocessor
+_SOME = Form(64, 64, 128, 4, 6, is_fetched=True)
+_MORE = Form(64, 128, 64, 4, 8, is_fetched=True)
 _MANY = Form(128, 128, 64, 8, 3, is_fetched=True)
 _MOST = Form(256, 128, 64, 8, 3, is_fetched=True)
 
@@ -58,6 +60,7 @@ def num_parts(columns: int, width: int, processors: int) -> int:
     return 2 if is_small and width >= 2 * _SHORTEST else 1
 
 
+@functools.cache
 def chosen(
     rows: int, columns: int, dtype: torch.dtype, parts: int, processors: int, is_fetched: bool
 ) -> Form:
@@ -71,10 +74,10 @@ def chosen(
     elif not is_fetched:
         form = _LOADED[rows > _LOADED[0].M]
     elif rows <= _FEW.M:
-        form = _FEW
-    elif rows <= _SOME.M:
+        form = _FEW if programs(_FEW) <= processors else _FEW_SHARING
+    elif rows <= _SOME.M or programs(_SOME) <= processors:
         form = _SOME
-    elif programs(_MORE) <= 4 * processors and rows < 512:
+    elif rows < 512 and programs(_MORE) <= 4 * processors:
         form = _MORE
     else:
         # Two parts need two accumulators, for which the largest tile has no registers left.

@@ -12,6 +12,7 @@ kernels (`cuda`). Elsewhere there is no implementation: called there, torch says
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -61,12 +62,18 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     """The function of that name in `cuda`."""
 
     def run(*args: Any, **options: Any) -> Any:
-        # Triton is not on every machine, and need not be where there is no GPU.
-        from . import cuda
-
-        return getattr(cuda, name)(*args, **options)
+        return _in_cuda(name)(*args, **options)
 
     return run
+
+
+@functools.cache
+def _in_cuda(name: str) -> Callable[..., Any]:
+    # Triton is not on every machine, and need not be where there is no GPU.
+    from . import cuda
+
+    found: Callable[..., Any] = getattr(cuda, name)
+    return found
 
 
 for _name, _run in GRAFTED.items():

@@ -32,10 +32,11 @@ _TYPES = {
 
 def sum_over(x: Tensor, dims: Sequence[int], keepdim: bool, mean: bool) -> Tensor:
     """See `reductions.sum_over`."""
+    last = x.dim() - 1
     order = sorted(dim % x.dim() for dim in dims)
     kept = [dim for dim in range(x.dim()) if dim not in order]
     width = math.prod(x.shape[dim] for dim in order)
-    rows = x.permute(*kept, *order).reshape(-1, width).contiguous()
+    rows = x.contiguous() if order == [last] else x.permute(*kept, *order).contiguous()
     out = x.new_empty([x.shape[dim] for dim in kept])
     if out.numel():
         grid, tiles = _tiles(out.numel(), width)

@@ -19,15 +19,26 @@ def settled(x: Tensor) -> Tensor:
     """`x`, copied unless it lies evenly: consecutive in its last dimension, strides of the others multiples of 16, and
     so they would be if it were contiguous.
     """
-    packed = [1]
-    for size in reversed(x.shape[1:]):
-        packed.append(packed[-1] * size)
-    packed.reverse()
-    strides = [p if size == 1 else by for p, size, by in zip(packed, x.shape, x.stride())]
-    is_even = strides[-1] == 1 and all(by % _STEP == 0 for by in (*strides[:-1], *packed[:-1]))
-    if not is_even or x.data_ptr() % _STEP:
+    packed = _packed(x.shape)
+    if x.stride() == packed and _is_even(packed) and not x.data_ptr() % _STEP:
+        return x
+    strides = tuple(p if size == 1 else by for p, size, by in zip(packed, x.shape, x.stride()))
+    if not (_is_even(strides) and _is_even(packed)) or x.data_ptr() % _STEP:
         x, strides = x.clone(memory_format=torch.contiguous_format), packed
-    return x if list(x.stride()) == strides else x.as_strided(x.shape, strides)
+    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+
+
+@functools.cache
+def _packed(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, also in dimensions of size 1."""
+    packed = [1]
+    for size in reversed(shape[1:]):
+        packed.append(packed[-1] * size)
+    return tuple(reversed(packed))
+
+
+def _is_even(strides: tuple[int, ...]) -> bool:
+    return strides[-1] == 1 and all(by % _STEP == 0 for by in strides[:-1])
 
 
 @functools.cache

@@ -49,6 +49,20 @@ def test_choices_for_each_query_in_turn() -> None:
     assert worst(logits, expected) < alone / 4
 
 
+def test_choices_of_an_invariant_graph_are_seen() -> None:
+    model, text = build("mixtral"), FAMILIES["mixtral"].prompt(11, seed=1).tolist()
+    seen = []
+    for options in ({}, {"batch_invariant": True}):
+        served = wrap(model, **options)
+        with watching(served.model, [text]) as (noted,):
+            served.score([text], schedule=4)
+        seen.append([torch.cat(pieces) for pieces in noted.choices])
+    assert len(seen[0]) == model.config.num_hidden_layers
+    assert all(
+        torch.equal(a.sort(-1).values, b.sort(-1).values) for a, b in zip(*seen, strict=True)
+    )
+
+
 def check_failed(found: Validation) -> None:
     assert not found.passed, found
     assert found.ties is None, "what is shown is the plain comparison"
