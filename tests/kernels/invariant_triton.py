@@ -51,7 +51,7 @@ RECURRENT = ("gated_delta_rule", "kda", "decayed_linear", "ssd", "selective_scan
 LENGTH, CUTS, CROWDS = 45, ([20], [1, 2, 3, 44]), ([], [5, 1])
 
 
-def product_case(name: str, dtype: torch.dtype) -> None:
+def product_case(name: str, dtype: torch.dtype, device: str = "cpu") -> None:
     """Every form against float64, with a bias and with a weight that lies the other way."""
     from regraft.kernels.invariant import triton_products
 
@@ -64,8 +64,9 @@ def product_case(name: str, dtype: torch.dtype) -> None:
     cases = [(form, x, w, expected) for form in loaded for w in lying]
     cases += [(form, x[:1], weight[:1], expected[:1]) for form in fetched]
     for form, x, weight, expected in cases:
+        operands = [t.to(device) for t in (x, weight, bias)]
         for parts in (1, 2):
-            out = triton_products.product(x, weight, bias, form=form, parts=parts)
+            out = triton_products.product(*operands, form=form, parts=parts)
             assert_close(out, expected, dtype=dtype, scale=4 + width / 32, name=str(form))
 
 

@@ -44,6 +44,13 @@ def test_compiles_without_a_gpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", invariant_triton.PRODUCTS)
+def test_products_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    invariant_triton.product_case(name, dtype, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(7, 9), (64, 576), (4096, 1024), (70, 1100), (1, 4096)], ids=str)
 def test_products_are_steady_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Every tile, and parts of K side by side or one after the other."""
