@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .declare import RowSpec
 
@@ -22,26 +23,45 @@ def table(report: RewriteReport) -> str:
     return "\n".join(lines)
 
 
+class _Row(NamedTuple):
+    """A line on layers that are served alike: their paths as one, what it says of them, and the layers."""
+
+    path: str
+    text: str
+    layers: tuple[LayerReport, ...]
+
+
 def _layers(report: RewriteReport) -> list[str]:
+    rows = _rows(report)
+    width = max((len(row.path) for row in rows), default=0)
+    return [f"  {row.path:<{width}}  {row.text}" for row in rows]
+
+
+def _rows(report: RewriteReport) -> list[_Row]:
     rows = []
-    for (description, _), run in groupby(
+    for (text, _), run in groupby(
         report.layers, key=lambda layer: (_describe(layer), _shape_of(layer.path))
     ):
-        paths = [layer.path for layer in run]
-        rows.append((_folded(paths), description))
-    rows = _merge_alternating(rows)
-    width = max((len(path) for path, _ in rows), default=0)
-    return [f"  {path:<{width}}  {text}" for path, text in rows]
+        layers = tuple(run)
+        rows.append(_Row(_folded([layer.path for layer in layers]), text, layers))
+    return _merge_alternating(rows)
 
 
-def _merge_alternating(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def _merge_alternating(rows: list[_Row]) -> list[_Row]:
     """Layers that alternate in kind would make a line each: gather equal descriptions under one line of numbers."""
     if len(rows) <= 16:
         return rows
-    gathered: dict[tuple[str, str], list[str]] = {}
-    for path, text in rows:
-        gathered.setdefault((_shape_of(path), text), []).append(path)
-    return [(_numbers(paths), text) for (_, text), paths in gathered.items()]
+    gathered: dict[tuple[str, str], list[_Row]] = {}
+    for row in rows:
+        gathered.setdefault((_shape_of(row.path), row.text), []).append(row)
+    return [
+        _Row(
+            _numbers([row.path for row in alike]),
+            text,
+            tuple(layer for row in alike for layer in row.layers),
+        )
+        for (_, text), alike in gathered.items()
+    ]
 
 
 def _numbers(paths: list[str]) -> str:
@@ -125,16 +145,25 @@ def _declined(report: RewriteReport) -> list[str]:
 
 def explanation(report: RewriteReport, path: str) -> str:
     """The text of `report.explain(path)`."""
+    path, rows = path.strip(), _rows(report)
     layers = [
         layer for layer in report.layers if layer.path == path or layer.path.startswith(f"{path}.")
-    ]
+    ] or [layer for row in rows if row.path == path for layer in row.layers]
     if not layers:
-        raise KeyError(f"nothing mixes tokens at {path!r}: see report.layers for the paths")
-    return "\n\n".join(_explain(report, layer) for layer in layers)
+        known = [*(row.path for row in rows), *(layer.path for layer in report.layers)]
+        near = get_close_matches(path, known, cutoff=0.5) or known[:3]
+        raise KeyError(
+            f"nothing mixes tokens at {path!r}: it does at {', '.join(dict.fromkeys(near))} (report.layers has all)"
+        )
+    explained = groupby(layers, key=lambda one: (_explain(report, one), _shape_of(one.path)))
+    return "\n\n".join(
+        f"{_numbers(list(dict.fromkeys(layer.path for layer in alike)))}: {text}"
+        for (text, _), alike in explained
+    )
 
 
 def _explain(report: RewriteReport, layer: LayerReport) -> str:
-    lines = [f"{layer.path}: {_describe(layer)}"]
+    lines = [_describe(layer)]
     if layer.source:
         lines.append(f"  mixes at {layer.source}")
     looked = [

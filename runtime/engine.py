@@ -214,17 +214,31 @@ class Engine:
         """
         self._loop.has_other_weights = True
 
-    def validate(self, *arguments: Any, **options: Any) -> Any:
-        """Compares with the original model again, as large as asked."""
+    def validate(self, size: str = "quick", *, seed: int = 0) -> Any:
+        """Compares with the original model as it is now: a `regraft.Validation`.
+
+        `size` is "quick" (4 texts) or "full" (11, the longest of 600 tokens); the texts are random, of `seed`.
+        """
         if self._validator is None:
             raise RequestError("this engine was made without an original model to compare with")
-        return self._validator(*arguments, **options)
+        return self._validator(size, seed=seed)
 
     def close(self) -> None:
         """Ends the background, cancels what is live and frees the caches. Closing twice is nothing."""
         self.background.end()
         self._loop.close()
         self.background.wake()
+
+    def __repr__(self) -> str:
+        """What it serves, how, and for how much there is room."""
+        pages = max((pool.num_pages for pool in self.stats.pools), default=0)
+        served, report = type(self.model).__name__, self.report
+        if report is not None:
+            grafted = sum(layer.served == "grafted" for layer in report.layers)
+            served = f"{report.model}: {grafted} grafted, {len(report.layers) - grafted} replayed"
+        tokens = pages * self.config.page_size
+        room = f"cache of {tokens:,} tokens, max_requests={self.config.max_requests}"
+        return f"<Engine {served}; {room}{'; closed' if self._loop.closed else ''}>"
 
     def __enter__(self) -> Self:
         return self

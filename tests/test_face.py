@@ -40,6 +40,9 @@ def test_one_line_gives_a_validated_engine() -> None:
     assert validation.num_sequences == 4
     assert "passed" in str(validation)
     assert engine.report.seconds > 0
+    assert repr(engine) == (
+        "<Engine MistralForCausalLM: 3 grafted, 0 replayed; cache of 256 tokens, max_requests=4>"
+    )
     assert not model.training
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, LlamaConfig, LlamaForCausalLM
 
 import regraft
 
@@ -82,6 +82,41 @@ def test_a_whole_part_of_the_model() -> None:
     assert "model.layers.0.self_attn" in text
 
 
+def test_layers_that_the_table_shows_as_one() -> None:
+    """Each path as it is printed: a run of equal layers, and layers that alternate with others."""
+    llama = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, vocab_size=64,
+    )  # fmt: skip
+    found = regraft.inspect(llama)
+    path = "model.layers.0..3.self_attn"
+    assert f"  {path}  attention | grafted" in str(found)
+    text = found.explain(path)
+    assert text.startswith("model.layers.0,1,2,3.self_attn: attention | grafted")
+    assert text == found.explain("model.layers"), "what is the same of all is said once"
+    gemma = Gemma2Config(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=64, sliding_window=16,
+    )  # fmt: skip
+    found = regraft.inspect(gemma)
+    lines = [line.strip().partition("  ")[0] for line in str(found).splitlines()]
+    printed = [line for line in lines if line.startswith("model.layers.")]
+    assert printed == [
+        "model.layers.0,2,4,6,...,16 (9x).self_attn",
+        "model.layers.1,3,5,7,...,17 (9x).self_attn",
+    ]
+    for path, mask in zip(printed, ("k <= q & q - k < 16", "k <= q")):
+        assert found.explain(f" {path} ").startswith(f"{path}: attention | grafted")
+        assert f"| {mask}; softcap" in found.explain(path)
+
+
 def test_a_place_where_nothing_mixes() -> None:
-    with pytest.raises(KeyError, match=r"nothing mixes tokens at 'model\.layers\.1\.mlp'"):
-        report(Attention).explain("model.layers.1.mlp")
+    """The nearest places where something does."""
+    with pytest.raises(
+        KeyError,
+        match=r"nothing mixes tokens at 'model\.layers\.1\.mlp': it does at .*model\.layers\.1\.self_attn",
+    ):
+        report(Strided).explain("model.layers.1.mlp")
+    with pytest.raises(
+        KeyError, match=r"at model\.layers\.0\.self_attn, model\.layers\.1\.self_attn \("
+    ):
+        report(Attention).explain("x")
