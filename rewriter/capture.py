@@ -8,13 +8,15 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import sympy
 import torch
 from torch import nn
 from torch._guards import ShapeGuard
 from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .admit import admit, inner_model
@@ -175,7 +177,8 @@ def _attempt(row: _PackedRow, tokens: int) -> tuple[ExportedProgram, sympy.Symbo
     except (
         RuntimeError
     ) as error:  # what torch raises for data-dependent control flow, and what leaves raise
-        raise Untraceable(watch.path_of_failure, first_line(error), _line_of(error, row)) from error
+        where_from = (watch.path_of_failure, first_line(error), _line_of(error, row))
+        raise Untraceable(*where_from, why=_why(error)) from error
     finally:
         row.watch = None
     assert watch.symbol is not None and watch.shape_env is not None
@@ -250,8 +253,22 @@ def about_layout(guard: ShapeGuard) -> bool:
 def _line_of(error: BaseException, row: nn.Module) -> str:
     """The innermost line of the model's own code that an error passed through."""
     files = own_files(row)
+    return _innermost(error, lambda file: file in files)
+
+
+def _why(error: BaseException) -> str:
+    """What is told of a branch whose outcome no trace can know; of anything else, the error says it."""
+    if not isinstance(error, GuardOnDataDependentSymNode):
+        return ""
+    torch_itself, here = (str(Path(file).parent) for file in (torch.__file__, __file__))
+    line = _innermost(error, lambda file: not file.startswith((torch_itself, here)))
+    return f"it branches on numbers that depend on the tokens ({line})"
+
+
+def _innermost(error: BaseException, wanted: Callable[[str], bool]) -> str:
+    """The innermost line, in a wanted file, that an error passed through."""
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files
+        frame for frame in traceback.extract_tb(error.__traceback__) if wanted(frame.filename)
     ]
     if not frames:
         return ""

@@ -45,8 +45,8 @@ def off_meta(module: nn.Module) -> Callable[..., Any]:
             return by_twin(*args, **kwargs)
 
     def by_twin(*args: Any, **kwargs: Any) -> Any:
-        twin = _twin(module)
-        with unset_fake_temporarily():
+        with unset_fake_temporarily():  # in which a copy of a buffer is one, and no fake
+            twin = _twin(module)
             args, kwargs = pytree.tree_map_only(
                 torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype), (args, kwargs)
             )

@@ -97,7 +97,8 @@ class ModuleCall:
     `arguments` and `results` are templates: a slot, or a ShapeOf, for what is passed, and constants. `writes` are the
     module's own tensors that a forward pass of the model writes into: they are passed in, after the arguments, as
     what they are by then. `settings` selects the implementations that the model was traced with. `initialise` is how
-    the model fills a module that no file has weights for (see initialised.py), if it can.
+    the model fills a module that no file has weights for (see initialised.py), if it can. `why` says why no trace
+    at all goes through the module, if none does.
     """
 
     key: str
@@ -112,6 +113,7 @@ class ModuleCall:
     tokens_at: TokensAt | None
     writes: tuple[tuple[nn.Module, str], ...] = ()
     initialise: Callable[[nn.Module], None] | None = None
+    why: str = ""
 
     def run(
         self,

@@ -37,10 +37,13 @@ Settings = Callable[[nn.Module], contextlib.AbstractContextManager[None]]
 
 
 class Untraceable(Exception):
-    """A module that cannot be traced as it is. `path` in the model, `problem`, and where in the model's code."""
+    """A module that cannot be traced as it is. `path` in the model, `problem`, and where in the model's code. `why`, if
+    no trace at all can go through it, and so no pass look into it.
+    """
 
-    def __init__(self, path: str, problem: str, source: str = "") -> None:
+    def __init__(self, path: str, problem: str, source: str = "", why: str = "") -> None:
         super().__init__(problem)
+        self.why = why
         self.path = path
         self.problem = problem
         self.source = source
@@ -60,6 +63,7 @@ class OpaqueModules:
         self._pure = pure
         self._serial = next(_serial)
         self.paths: set[str] = set()
+        self._why: dict[str, str] = {}
         self._examples: dict[int, dict[str, list[Example]]] = {}  # length -> path -> calls
         self._batched: dict[str, list[Example]] | None = None
         self._written: set[int] = set()
@@ -84,6 +88,7 @@ class OpaqueModules:
         twins = {
             name for name, module in self._modules.items() if name and twin_key(module) == kind
         }
+        self._why.update(dict.fromkeys(twins, reason.why))
         kept = {name for name in self.paths if not any(_inside(name, twin) for twin in twins)}
         self.paths = kept | {
             name for name in twins if not any(_inside(name, other) for other in twins)
@@ -194,6 +199,7 @@ class OpaqueModules:
             tokens_at=given.tokens_at(symbol),
             writes=self.writes[path],
             initialise=initialiser(self._model, path),
+            why=self._why.get(path, ""),
         )
         self._calls[call.key] = call
         return emit(call, given.tensors, given.sizes, written)

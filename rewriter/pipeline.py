@@ -15,11 +15,15 @@ from torch import fx
 from .declare import RowSpec, StateSpec
 from .errors import RewriteError
 from .graph import CapturedGraph, describe
+from .module_leaf import is_module_leaf
 from .pattern import Declined, Grafting, Pass, Region
 from .replay import Replay, graft_replay
 from .token_axis import Analysis, analyse, find_regions
 from .token_axis.regions import Verdict, verdict
 from .token_axis.value import has_tokens, tokens_multiple
+
+NOT_SEEN = 0.1
+"""How far a pass gets with a module that it cannot look into: what it says then is not why the module is replayed."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +246,9 @@ def _replay(
     nearest = max(declined, key=lambda pair: pair[1].progress, default=None)
     known = nearest is not None and nearest[1].progress > 0
     reason = f"{nearest[0]}: {nearest[1]}" if nearest and known else "no pass knows this mixing"
+    whole = next((node.meta["leaf"].why for node in region.nodes if is_module_leaf(node)), "")
+    if whole and (nearest is None or nearest[1].progress <= NOT_SEEN):
+        reason = f"no pass knows this module, which is kept whole: {whole}"
     if fallback == "refuse":
         raise RewriteError(
             f"no pass takes this {region.kind} ({reason})", operation=str(region.closer.target), path=region.path,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,17 @@ def test_nothing_came_near() -> None:
     assert "no pass came near: experts, length_switch, " in text
     assert "found nothing of theirs here" in text
     assert "mixes at test_explain.py:" in text
+
+
+def test_a_module_that_is_kept_whole() -> None:
+    """Why it is, and not what a pass says that tried to look inside: frequencies that change with the longest text."""
+    llama = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
+    )  # fmt: skip
+    (line, *_) = regraft.inspect(llama).explain("model.rotary_emb").splitlines()
+    assert "because no pass knows this module, which is kept whole: it branches on numbers " in line
+    assert re.search(r"\(modeling_rope_utils\.py:\d+: if seq_len > max_seq_len_cached:", line)
 
 
 def test_a_whole_part_of_the_model() -> None:
