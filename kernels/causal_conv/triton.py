@@ -20,6 +20,7 @@ from regraft.kernels.recurrent.triton import (
     rounded,
     zero_rows_of_nobody,
 )
+from regraft.kernels.whole import cdiv, power_of_2
 
 _MAX_PARTS = 64
 """Programs that share out one sequence's tokens, at most."""
@@ -84,14 +85,14 @@ def _launch(
     common: dict[str, Any] = {
         "CHANNELS": channels,
         "KEPT": kept,
-        "BC": min(256 if decode_only else 128, triton.next_power_of_2(channels)),
-        "BW": triton.next_power_of_2(max(1, kept)),
+        "BC": min(256 if decode_only else 128, power_of_2(channels)),
+        "BW": power_of_2(max(1, kept)),
         "num_stages": 1,
         "enable_fp_fusion": fusion,
     }
     rows = 1 if decode_only else 16
-    parts = 1 if decode_only else min(_MAX_PARTS, triton.cdiv(tokens, rows))
-    blocks = triton.cdiv(channels, common["BC"])
+    parts = 1 if decode_only else min(_MAX_PARTS, cdiv(tokens, rows))
+    blocks = cdiv(channels, common["BC"])
     state = (x, x.stride(), conv_state, conv_state.stride())
     conv_kernel[(blocks, parts, seqs)](
         *state, weight, optional_strides(weight, 2), bias, optional_strides(bias, 1), out, *sequences, tokens,

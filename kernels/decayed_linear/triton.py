@@ -16,6 +16,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+from regraft.kernels.whole import cdiv
 
 CHUNKS = {"C": 32, "BV": 32, "num_warps": 4, "num_stages": 2}
 """Tokens and values a tile of the chunked form."""
@@ -42,7 +43,7 @@ def decayed_linear_triton(
         return out.zero_()
     block_k, block_v, warps = state_tiles(q.shape[2], width)
     tiles = {"BV": block_v, "num_warps": warps, "enable_fp_fusion": True} | options
-    grid = (triton.cdiv(width, tiles["BV"]), heads, len(context_lens))
+    grid = (cdiv(width, tiles["BV"]), heads, len(context_lens))
     operands = (q, k, v, decay, state)
     common: dict[str, Any] = {
         "operands": operands,
@@ -60,7 +61,7 @@ def decayed_linear_triton(
         num_tokens=tokens, ONE_TOKEN=by_chunks, BK=block_k, num_stages=1, **common, **tiles
     )
     if by_chunks:
-        linear_chunk_kernel[(triton.cdiv(width, CHUNKS["BV"]), heads, len(context_lens))](
+        linear_chunk_kernel[(cdiv(width, CHUNKS["BV"]), heads, len(context_lens))](
             PRECISION=dot_precision(q.dtype), BK=max(16, block_k), enable_fp_fusion=True, **CHUNKS, **common
         )  # fmt: skip
     return out

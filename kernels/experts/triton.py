@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.whole import cdiv, power_of_2
+
 
 def expert_linear_triton(
     x: Tensor,
@@ -31,10 +33,10 @@ def expert_linear_triton(
     ids, order = expert_ids.sort(stable=True)
     starts = torch.searchsorted(ids, torch.arange(experts, device=ids.device))
     tiles = tiles or _tiles(rows, experts, x.element_size())
-    grid = (rows // tiles["M"] + experts, triton.cdiv(out.shape[1], tiles["N"]))
+    grid = (rows // tiles["M"] + experts, cdiv(out.shape[1], tiles["N"]))
     expert_kernel[grid](
         x, *x.stride(), weight, weight.stride(0), in_stride, out_stride, out, order, starts, rows,
-        EXPERTS=experts, E=triton.next_power_of_2(experts), K=width, OUT=out.shape[1], enable_fp_fusion=True, **tiles,
+        EXPERTS=experts, E=power_of_2(experts), K=width, OUT=out.shape[1], enable_fp_fusion=True, **tiles,
     )  # fmt: skip
     return out
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from regraft.kernels.paged_attention.triton import _is_shared, _parts, _score
+from regraft.kernels.whole import cdiv, power_of_2
 
 from .triton_attention_tile import combine_kernel, segment_kernel, write_kernel
 from .triton_settled import num_processors, settled
@@ -90,15 +90,15 @@ def paged_attention(
     operands = (q, k, v, k_cache, v_cache)
     strides = tuple(x.stride() for x in operands)
     widths = {"D": _parts(width), "DV": _parts(v_width), "PAGE_SIZE": page_size}
-    write_kernel[(triton.cdiv(tokens, 4), kv_heads)](
+    write_kernel[(cdiv(tokens, 4), kv_heads)](
         operands, strides, slot_mapping, tokens, SHARED=shared, W=4, num_warps=1, enable_fp_fusion=False, **widths
     )  # fmt: skip
     length = block_table.shape[1] * page_size
     if form is None:
         form = _chosen(q, v_width, kv_heads, seqs, length)
-    parts = triton.cdiv(group, form.M)
-    share = triton.cdiv(group, parts)
-    segments = triton.cdiv(length, SEGMENT)
+    parts = cdiv(group, form.M)
+    share = cdiv(group, parts)
+    segments = cdiv(length, SEGMENT)
     is_split = form.is_split and segments > 1
     scratch: tuple[Tensor | None, ...] = (None, None, None)
     in_memory = max(width, v_width) * q.element_size() > 256
@@ -124,7 +124,7 @@ def paged_attention(
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens, heads)](
-            scratch, sinks, out, segments, V=triton.next_power_of_2(v_width), DV=v_width,
+            scratch, sinks, out, segments, V=power_of_2(v_width), DV=v_width,
             num_warps=1 if v_width <= 128 else 4, enable_fp_fusion=False, **common,
         )  # fmt: skip
     return out
@@ -136,6 +136,6 @@ def _chosen(q: Tensor, v_width: int, kv_heads: int, seqs: int, length: int) -> F
     found = forms(max(width, v_width), q.element_size())
     if tokens > seqs:
         return next(form for form in found if form.M == found[-1].M and not form.is_split)
-    programs = tokens * kv_heads * triton.cdiv(heads // kv_heads, found[0].M)
+    programs = tokens * kv_heads * cdiv(heads // kv_heads, found[0].M)
     is_split = length > SEGMENT and programs < _WAVES * num_processors(q.device)
     return next(form for form in found if form.M == found[0].M and form.is_split == is_split)

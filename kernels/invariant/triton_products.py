@@ -8,6 +8,8 @@ takes its tile through all of them. Both are the same additions. See `product_fo
 # mypy: disable-error-code="no-untyped-def, misc"
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from regraft.kernels.whole import cdiv, power_of_2
 
 from .product_forms import PART, Form, chosen, forms, num_parts
 from .triton_settled import fetches_tiles, num_processors, settled
@@ -40,35 +44,60 @@ def product(
         out = x.new_empty(batch, rows, columns)
     if not out.numel():
         return out
-    processors = num_processors(x.device)
-    parts = parts or num_parts(columns, width, processors)
-    if form is None:
-        form = chosen(rows, columns, x.dtype, parts, processors, _is_fetched(weight))
-    x = settled(x)
-    part = triton.cdiv(triton.cdiv(width, parts), PART) * PART
-    parts = max(1, triton.cdiv(width, part)) if width else 1
-    is_split = form.is_split and parts > 1
+    launch = _planned(
+        batch, rows, columns, width, x.dtype, num_processors(x.device), _is_fetched(weight), form, parts
+    )  # fmt: skip
+    x, form, parts, is_split = settled(x), launch.form, launch.parts, launch.is_split
     target = out
     if is_split:
         target = torch.empty(parts, batch, rows, columns, dtype=torch.float32, device=x.device)
-    tiles = triton.cdiv(rows, form.M) * triton.cdiv(columns, form.N)
     operands: tuple[Any, Any] = (x, weight)
     if form.is_fetched:
         blocks = ([form.M, form.K], [form.N, form.K])
         operands = tuple(map(TensorDescriptor.from_tensor, (x[0], weight[0]), blocks))
-    product_kernel[(batch * tiles, parts if is_split else 1)](
+    product_kernel[launch.grid](
         *operands, x.stride(), weight.stride(), None if is_split else bias, target, target.stride()[-3:],
-        rows, columns, width, part, batch, PARTS=parts, IS_SPLIT=is_split, IS_FETCHED=form.is_fetched,
-        IS_TURNED=form.is_turned, EVEN_K=width % form.K == 0, EVEN_N=columns % form.N == 0,
-        M=form.M, N=form.N, K=form.K, num_warps=form.num_warps, num_stages=form.num_stages, enable_fp_fusion=True,
+        rows, columns, width, launch.part, batch, **launch.constants,
     )  # fmt: skip
     if is_split:
-        block = min(1024, triton.next_power_of_2(columns))
-        add_parts_kernel[(batch * rows, triton.cdiv(columns, block))](
+        block = min(1024, power_of_2(columns))
+        add_parts_kernel[(batch * rows, cdiv(columns, block))](
             target, bias, out, out.stride(), rows, columns, PARTS=parts, BLOCK=block,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How a product is launched. part: elements of K; constants: what the kernel is compiled for."""
+
+    form: Form
+    parts: int
+    part: int
+    is_split: bool
+    grid: tuple[int, int]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(1 << 14)
+def _planned(
+    batch: int, rows: int, columns: int, width: int, dtype: torch.dtype, processors: int, is_fetched: bool,
+    form: Form | None, parts: int | None,
+) -> _Launch:  # fmt: skip
+    """Kept: a step asks for hundreds, and the host must not be slower than the card."""
+    parts = parts or num_parts(columns, width, processors)
+    form = form or chosen(rows, columns, dtype, parts, processors, is_fetched)
+    part = cdiv(cdiv(width, parts), PART) * PART
+    parts = max(1, cdiv(width, part)) if width else 1
+    is_split = form.is_split and parts > 1
+    grid = batch * cdiv(rows, form.M) * cdiv(columns, form.N), parts if is_split else 1
+    constants = {
+        "PARTS": parts, "IS_SPLIT": is_split, "IS_FETCHED": form.is_fetched, "IS_TURNED": form.is_turned,
+        "EVEN_K": width % form.K == 0, "EVEN_N": columns % form.N == 0, "M": form.M, "N": form.N, "K": form.K,
+        "num_warps": form.num_warps, "num_stages": form.num_stages, "enable_fp_fusion": True,
+    }  # fmt: skip
+    return _Launch(form, parts, part, is_split, grid, constants)
 
 
 def forms_of(weight: Tensor) -> list[Form]:

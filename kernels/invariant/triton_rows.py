@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.whole import cdiv, power_of_2
+
 _BLOCK = 4096
 """Elements of a row at a time, at most."""
 
@@ -82,7 +84,7 @@ def _wide(x: Tensor) -> Any:
 
 def _tiles(rows: int, width: int) -> tuple[tuple[int], dict[str, Any]]:
     """The grid, and how rows of this width are divided."""
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_BLOCK, power_of_2(width))
     shared = max(1, _SHARED // block)
     tiles = {
         "ROWS": shared,
@@ -90,7 +92,7 @@ def _tiles(rows: int, width: int) -> tuple[tuple[int], dict[str, Any]]:
         "num_warps": max(1, min(8, shared * block // 512)),
         "enable_fp_fusion": False,
     }
-    return (triton.cdiv(rows, shared),), tiles
+    return (cdiv(rows, shared),), tiles
 
 
 @triton.jit

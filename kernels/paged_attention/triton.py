@@ -10,8 +10,9 @@ import functools
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+
+from regraft.kernels.whole import power_of_2
 
 from .triton_decode import combine_kernel, decode_kernel
 from .triton_prefill import prefill_kernel
@@ -150,8 +151,8 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
             splits,
             EVERY_TOKEN=options["EVERY_TOKEN"],
             DV=v_width,
-            S=max(4, triton.next_power_of_2(splits)),
-            V=triton.next_power_of_2(v_width),
+            S=max(4, power_of_2(splits)),
+            V=power_of_2(v_width),
             enable_fp_fusion=True,
         )
 
@@ -164,7 +165,7 @@ def _prefill(common: dict[str, Any], tokens: int, seqs: int, programs: int, is_l
     prefill_kernel[(tokens // block + seqs + 1, programs)](
         num_seqs=seqs,
         Q=block,
-        W=triton.next_power_of_2(block),
+        W=power_of_2(block),
         # Twice the loops to compile: only where a product takes longer than that is soon worth.
         UNMASKED=not common["WINDOW"] and not common["CHUNK"] and max(width, v_width) <= 256,
         **tiles,
@@ -187,7 +188,7 @@ def _parts(width: int) -> tuple[int, int, int]:
     One alone would load and multiply up to twice as much. Tiles narrower than 64 are not worth a product of their own.
     """
     main = max(16, 1 << (width.bit_length() - 1))
-    rest = 0 if width <= main else max(64, triton.next_power_of_2(width - main))
+    rest = 0 if width <= main else max(64, power_of_2(width - main))
     return (width, 2 * main, 0) if rest >= main else (width, main, rest)
 
 
@@ -223,7 +224,7 @@ def _decode_tiles(share: int, width: int, itemsize: int, shared: bool) -> dict[s
         return _shared_tiles(share)
     # Measured on an H200 at width 128: two warps and three stages read 10 to 20 % faster than four and two.
     return {
-        "M": max(16, triton.next_power_of_2(share)),
+        "M": max(16, power_of_2(share)),
         "N": _keys(width, itemsize),
         "num_warps": 2 if width <= 128 and share <= 16 else 4,
         "num_stages": 3 if width <= 256 else 2,
@@ -233,7 +234,7 @@ def _decode_tiles(share: int, width: int, itemsize: int, shared: bool) -> dict[s
 
 def _shared_tiles(share: int) -> dict[str, Any]:
     return {
-        "M": max(16, triton.next_power_of_2(share)),
+        "M": max(16, power_of_2(share)),
         "N": 64,
         "num_warps": 4 if share <= 16 else 8,
         "num_stages": 2,

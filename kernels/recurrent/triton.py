@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.whole import power_of_2
+
 
 @triton.jit
 def own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr):
@@ -91,8 +93,8 @@ def state_tiles(rows: int, width: int) -> tuple[int, int, int]:
     an H200 for states of 128 x 128, where 2048 and several warps a tile were slower, in spite of a few spilt registers.
     """
     numbers = 4096
-    block_rows = triton.next_power_of_2(rows)
-    block = min(triton.next_power_of_2(width), max(8, numbers // block_rows))
+    block_rows = power_of_2(rows)
+    block = min(power_of_2(width), max(8, numbers // block_rows))
     return block_rows, block, max(1, min(8, block_rows * block // numbers))
 
 

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.whole import cdiv, power_of_2
+
 from .triton import own_sequence, own_state
 from .triton_chunks import dot_precision, goes_by_chunks
 from .triton_delta_prepare import prepare_by_channel_kernel, prepare_by_head_kernel
@@ -48,7 +50,7 @@ def delta_chunks_triton(
     tokens, heads, width = v.shape
     keys, seqs = q.shape[2], len(sequences[1])
     chunks = tokens // CHUNK + seqs
-    block_k, rows = max(16, triton.next_power_of_2(keys)), triton.next_power_of_2(seqs)
+    block_k, rows = max(16, power_of_2(keys)), power_of_2(seqs)
     scratch = v.new_empty(
         tokens * heads * (3 * keys + width + CHUNK) + chunks * heads * keys, dtype=torch.float32
     )
@@ -76,7 +78,7 @@ def delta_chunks_triton(
         "scale": scale,
         "L2NORM": qk_l2norm,
         "SHARE": heads // q.shape[1],
-        "BV": max(16, triton.next_power_of_2(width)),
+        "BV": max(16, power_of_2(width)),
         "R": rows,
         "PRECISION": precision,
         "num_warps": 8 if g.dim() == 3 else 4,
@@ -84,7 +86,7 @@ def delta_chunks_triton(
     }
     prepare = prepare_by_channel_kernel if g.dim() == 3 else prepare_by_head_kernel
     prepare[(chunks, heads)](**preparing, **common)
-    walk_kernel[(triton.cdiv(width, WALK["BV"]), heads, seqs)](
+    walk_kernel[(cdiv(width, WALK["BV"]), heads, seqs)](
         parts, state, state.stride(), out, *sequences, long, R=rows, PRECISION=precision, **WALK, **common
     )  # fmt: skip
 

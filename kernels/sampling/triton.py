@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.whole import cdiv, power_of_2
+
 _PART = 8192
 """Logits a program reads."""
 
@@ -15,7 +17,7 @@ _PART = 8192
 def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See schema.greedy."""
     rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, _PART)
+    parts = cdiv(vocab, _PART)
     scores = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -24,9 +26,7 @@ def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
         part_kernel[(rows, parts)](
             logits, *logits.stride(), scores, places, vocab, PART=_PART, num_warps=8
         )
-        row_kernel[(rows,)](
-            scores, places, tokens, best, parts, P=triton.next_power_of_2(parts), num_warps=1
-        )
+        row_kernel[(rows,)](scores, places, tokens, best, parts, P=power_of_2(parts), num_warps=1)
     return tokens, best
 
 

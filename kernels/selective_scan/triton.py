@@ -19,6 +19,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import pays_by_chunks
+from regraft.kernels.whole import cdiv
 
 
 def selective_scan_triton(
@@ -51,7 +52,7 @@ def selective_scan_triton(
     else:
         tiles = {"TOKENS": 1, "BC": min(block_c, 128), "num_warps": 2}
     tiles = {"enable_fp_fusion": True} | tiles | options
-    grid = (triton.cdiv(channels, tiles["BC"]), 1, len(context_lens))
+    grid = (cdiv(channels, tiles["BC"]), 1, len(context_lens))
     operands, extras = (x, dt, A, B, C, state), (D, z, dt_bias)
     strides = tuple(t.stride() for t in operands)
     extra_strides = optional_strides(D, 1), optional_strides(z, 2), optional_strides(dt_bias, 1)

@@ -20,6 +20,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+from regraft.kernels.whole import cdiv
 
 CHUNKS = {"C": 32, "BP": 32, "num_warps": 4, "num_stages": 2}
 """Tokens and channels a tile of the chunked form."""
@@ -55,7 +56,7 @@ def ssd_triton(
     tiles = {"BP": block_p, "num_warps": warps, "enable_fp_fusion": True} | options
     if D is not None:
         D = D if D.dim() == 2 else D[:, None].expand(heads, width)
-    grid = (triton.cdiv(width, tiles["BP"]), heads, len(context_lens))
+    grid = (cdiv(width, tiles["BP"]), heads, len(context_lens))
     operands = (x, dt, A, B, C, state)
     common: dict[str, Any] = {
         "operands": operands,
@@ -81,7 +82,7 @@ def ssd_triton(
         num_tokens=tokens, ONE_TOKEN=by_chunks, BS=block_s, num_stages=1, **common, **tiles
     )
     if by_chunks:
-        ssd_chunk_kernel[(triton.cdiv(width, CHUNKS["BP"]), heads, len(context_lens))](
+        ssd_chunk_kernel[(cdiv(width, CHUNKS["BP"]), heads, len(context_lens))](
             PRECISION=dot_precision(x.dtype), BS=max(16, block_s), enable_fp_fusion=True, **CHUNKS, **common
         )  # fmt: skip
     return out
