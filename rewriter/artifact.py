@@ -99,7 +99,9 @@ class LiveWeights:
     tied: tuple[tuple[nn.Module, str, int, str], ...] = ()
     """Other places that held the tensor of a slot: (module, name in it, number of the slot, what is tied)"""
     kinds: tuple[tuple[str, Kind], ...] = ()
-    """Per slot the weight's full name, and of what kind it was when it was traced."""
+    """Per slot the weight's full name, and of what kind it was when it was traced. A model may itself make a table anew
+    that it holds as a buffer, longer or in another dtype: of parameters alone it is asked.
+    """
     replaced: int = 0
     _held: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     """Per slot the tensor that the graph reads, and its address."""
@@ -157,7 +159,7 @@ class LiveWeights:
     def _check_kind(self, at: int, tensor: torch.Tensor) -> None:
         full, kind = self.kinds[at]
         now = Kind.of(tensor)
-        if now != kind:
+        if now != kind and isinstance(tensor, nn.Parameter):
             raise RewriteError(
                 f"{full} was {kind} when the model was wrapped, and is {now}",
                 fix=f"wrap the model again, or bring it back: model.to({kind.device.type!r}, {kind.dtype})",

@@ -88,14 +88,17 @@ def _value(held: object) -> Any:
     return held if isinstance(held, (bool, int, float, str)) else None
 
 
+def _kind(module: nn.Module | None) -> str:
+    return "nothing" if module is None else f"{type(module).__name__}"
+
+
 def _change(path: str, before: Makeup, now: Makeup) -> str:
     name = path or "the model"
     was, is_now = dict(before.children), dict(now.children)
     for child in {**was, **is_now}:
         old, new = was.get(child), is_now.get(child)
         if old is not new:
-            kinds = [type(one).__name__ if one is not None else "nothing" for one in (old, new)]
-            return f"{child} of {name} is another module ({kinds[1]} in place of {kinds[0]})"
+            return f"{child} of {name} is another module ({_kind(new)} in place of {_kind(old)})"
     if now.hooks != before.hooks:
         return f"{name} has {len(now.hooks)} forward hooks, and had {len(before.hooks)}"
     values, values_now = dict(before.switches), dict(now.switches)

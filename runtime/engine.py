@@ -232,7 +232,7 @@ class Engine:
     def __repr__(self) -> str:
         """What it serves, how, and for how much there is room."""
         pages = max((pool.num_pages for pool in self.stats.pools), default=0)
-        served, report = type(self.model).__name__, self.report
+        served, report = "a model without a report", self.report
         if report is not None:
             grafted = sum(layer.served == "grafted" for layer in report.layers)
             served = f"{report.model}: {grafted} grafted, {len(report.layers) - grafted} replayed"

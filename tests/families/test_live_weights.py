@@ -303,6 +303,17 @@ def test_weights_of_another_kind_are_not_served() -> None:
         engine.score([prompt])
 
 
+@pytest.mark.xdist_group("live_weights_xglm")
+def test_a_table_that_the_model_makes_longer_is_read_anew() -> None:
+    model = build("xglm")
+    engine, prompt = wrap(model), text("xglm")
+    engine.score([prompt])
+    table, count = model.model.embed_positions, len(model.model.embed_positions.weights)
+    table.make_weights(2 * count, table.embedding_dim, table.padding_idx)
+    assert len(table.weights) == 2 * count
+    assert worst(engine.score([prompt]), [forward(model, prompt)]) <= LOGITS
+
+
 @LLAMA
 def test_autocast_is_refused_and_harms_nothing() -> None:
     model = build("llama")

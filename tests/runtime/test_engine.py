@@ -246,6 +246,15 @@ def test_extents_are_the_known_length_of_each_request(engine):
     assert [step["extents"] for step in engine.model.steps] == [[40], [40], [41], [42]]
 
 
+def test_an_engine_says_what_it_is():
+    for has_rows, tokens in ((True, 400), (False, 0)):
+        engine = make_engine(ToyModel(has_rows=has_rows))
+        text = f"<Engine a model without a report; cache of {tokens} tokens, max_requests=8"
+        assert repr(engine) == f"{text}>"
+        engine.close()
+        assert repr(engine) == f"{text}; closed>"
+
+
 def test_validate_needs_something_to_compare_with(engine):
     with pytest.raises(RequestError, match="without an original model"):
         engine.validate()
