@@ -160,6 +160,33 @@ def test_tokens_that_depend_on_later_ones(mixer: type[nn.Module]) -> None:
     assert "later ones cannot generate" in error.fix
 
 
+@pytest.mark.parametrize("mixer", [MeanOfAll, LooksAhead])
+def test_what_is_still_zero_hides_nothing(mixer: type[nn.Module]) -> None:
+    """As an adapter is that was just added: no token depends on a later one yet."""
+    model = toy(mixer)
+    nn.init.zeros_(list(model.mixer.parameters())[-2])
+    nn.init.zeros_(list(model.mixer.parameters())[-1])
+    text = torch.randint(64, (9,)).tolist()
+    assert worst([forward(model, text)[:5]], [forward(model, text[:5])]) <= LOGITS
+    error = refusal(model)
+    assert "is causal with its present weights only: with others, drawn at random" in error.problem
+    assert error.path in ("mixer", "")
+    assert error.source.startswith("test_refusals.py:")
+    assert "until it is trained" in error.fix
+
+
+def test_what_is_still_zero_and_causal_is_served_once_it_is_trained() -> None:
+    model = toy(TimeLoop)
+    nn.init.zeros_(model.mixer.read.weight)
+    engine = wrap(model)
+    text = torch.randint(64, (9,)).tolist()
+    first = engine.score([text])
+    assert worst(first, [forward(model, text)]) <= LOGITS
+    nn.init.normal_(model.mixer.read.weight)
+    assert worst(engine.score([text], schedule=4), [forward(model, text)]) <= LOGITS
+    assert worst(engine.score([text]), first) > 0.1
+
+
 def test_a_loop_that_no_list_could_know() -> None:
     """Replayed, with the model's own logits; an error for who prefers that."""
     model = toy(TimeLoop)
