@@ -1,8 +1,9 @@
-"""Decode steps from CUDA graphs, one per bucket of batch sizes and lengths, recorded when first needed.
+"""Steps from CUDA graphs, one per bucket of sizes, recorded when first needed: decode steps, and steps that are full.
 
-A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Sequences
-that fill a bucket up have one token each in the scratch page and slot. Nothing of a step is baked in but its buckets.
-That of lengths is the width of the page table, by which kernels decide into how many parts they cut a sequence.
+A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Nothing of
+a step is baked in but its buckets: the number of sequences, and the width of the page table, by which kernels decide
+into how many parts they cut a sequence. Sequences that fill the bucket of a decode step up have one token each in the
+scratch page and slot; those of a full step, which has as many tokens as a step may have, have none.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from regraft.rewriter.declare import EVERYTHING, Reach, field_of
 from .batch import Batch, is_block_table
 from .program import Program
 from .request import PENDING
-from .staging import Layout, upload
+from .staging import Arrays, Layout, upload
 
 _LONG = ("state_slots", "extents", "logits_rows")
 
@@ -31,6 +32,10 @@ _PAGES = (128, 512, 2048, 8192)
 
 class CaptureError(RuntimeError):
     """A decode step cannot be recorded as a CUDA graph: which operator stands in the way."""
+
+
+_FEW_SEQUENCES = 2
+"""Of a full step: kernels cut long texts otherwise than a crowd of short ones."""
 
 
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
@@ -85,8 +90,9 @@ def buckets(largest: int) -> list[int]:
     return [size for size in sizes if size < largest] + [max(2, largest)]
 
 
-class DecodeGraphs:
-    """Runs decode steps of at most `max_requests` sequences of at most `max_pages` pages each, None for any number.
+class StepGraphs:
+    """Runs decode steps, and steps of just `full_tokens` tokens where that is given, of at most `max_requests`
+    sequences of at most `max_pages` pages each, None for any number.
 
     `forward` maps a step's inputs by name to logits, `pools` are its caches by name, and `last_tokens` has by slot what
     a PENDING token stands for. `explain` names the operator that keeps a step with these inputs from being recorded.
@@ -102,6 +108,7 @@ class DecodeGraphs:
         recorder: Recorder | None = None,
         explain: Callable[[Mapping[str, torch.Tensor]], str] = lambda inputs: "",
         reaches: Sequence[Reach] = (EVERYTHING,),
+        full_tokens: int | None = None,
     ) -> None:
         device = last_tokens.device
         self._reaches = reaches
@@ -114,7 +121,9 @@ class DecodeGraphs:
         self._widths = list(_PAGES)
         if max_pages is not None:
             self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        is_more = full_tokens is not None and full_tokens > self._buckets[-1]
+        self._full_tokens = full_tokens if is_more else None
+        self._recorded: dict[tuple[int, int, int], Recorded] = {}
         # One for each width: a part of a wider one would have other strides, for which layers were not compiled.
         self._tables: dict[tuple[str, int], torch.Tensor] = {}
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
@@ -123,16 +132,35 @@ class DecodeGraphs:
         """Whether a step of this size is a decode step that some bucket holds."""
         return num_sequences == num_tokens <= self._buckets[-1]
 
+    def takes_full(self, batch: Batch) -> bool:
+        """Whether this is a full step that some bucket holds."""
+        arrays = batch.arrays
+        wanted = max(len(arrays["context_lens"]), len(arrays["logits_rows"]))
+        return arrays["input_ids"].shape[1] == self._full_tokens and wanted <= self._buckets[-1]
+
+    def leave_full(self) -> None:
+        """Takes no full step from now on."""
+        self._full_tokens = None
+
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [bucket, vocab], overwritten by the next run. The first rows are those of the batch's `logits_rows`.
 
         Raises CaptureError if the step cannot be recorded.
         """
         arrays = batch.arrays
-        count = len(arrays["context_lens"])
+        count, tokens = len(arrays["context_lens"]), None
         tables = {name: arrays[name] for name in arrays if is_block_table(name)}
         pages = max(table.shape[1] for table in tables.values())
-        recorded = self.recorded(count, pages)
+        if not batch.is_decode:
+            tokens = self._full_tokens
+            bucket = self._full_bucket(max(count, len(arrays["logits_rows"])))
+            offsets = arrays["cu_seqlens"]
+            arrays = {
+                **arrays,
+                "cu_seqlens": np.pad(offsets, (0, bucket - count), mode="edge"),
+                "token_slots": _token_slots(arrays),
+            }
+        recorded = self.recorded(max(count, len(arrays["logits_rows"])), pages, tokens)
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         for name, table in upload(tables, recorded.buffer.device).items():
             recorded.tables[name][:count, : table.shape[1]] = table
@@ -143,33 +171,45 @@ class DecodeGraphs:
         """Drops every graph: what they read has moved."""
         self._recorded.clear()
 
-    def recorded(self, count: int, pages: int) -> Recorded:
-        """The graph of a step of `count` sequences with at most `pages` pages each."""
-        bucket = next(size for size in self._buckets if size >= count)
+    def recorded(self, count: int, pages: int, tokens: int | None = None) -> Recorded:
+        """The graph of a step of `count` sequences with at most `pages` pages each: a decode step, or a full one of
+        `tokens`.
+        """
+        if tokens is None:
+            bucket = next(size for size in self._buckets if size >= count)
+        else:
+            bucket = self._full_bucket(count)
         width = next((width for width in self._widths if width >= pages), 0)
         width = width or 1 << (pages - 1).bit_length()
-        if (bucket, width) not in self._recorded:
-            self._recorded[bucket, width] = self._record(bucket, width)
-        return self._recorded[bucket, width]
+        key = (tokens or bucket, bucket, width)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(*key)
+        return self._recorded[key]
 
-    def _record(self, bucket: int, width: int) -> Recorded:
-        layout = Layout.of(_metadata(bucket, self._reaches))
+    def _full_bucket(self, count: int) -> int:
+        return _FEW_SEQUENCES if count <= _FEW_SEQUENCES else self._buckets[-1]
+
+    def _record(self, num_tokens: int, bucket: int, width: int) -> Recorded:
+        layout = Layout.of(_metadata(num_tokens, bucket, self._reaches))
         tables = {}
         for reach in self._reaches:
             name = field_of("block_table", reach)
             tables[name] = self._table(name, width)[:bucket]
         device = self._last_tokens.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-        inputs = {
-            **layout.views(buffer),
-            "cu_seqlens": self._offsets[: bucket + 1],
-            **tables,
-            **self._pools,
-        }
+        # A decode step has a token a sequence, always: then the offsets and the tokens' slots are known.
+        given = {"cu_seqlens": self._offsets[: bucket + 1], **layout.views(buffer)}
+        slots = given["state_slots"]
+        if num_tokens > bucket:
+            given["cu_seqlens"][1:] = (
+                num_tokens  # while it is recorded, all are the first sequence's
+            )
+            slots = given.pop("token_slots")
+        inputs = {**given, **tables, **self._pools}
         try:
-            replay, logits = self._record_call(lambda: self._step(inputs))
+            replay, logits = self._record_call(lambda: self._step(inputs, slots))
         except CaptureError as error:
-            operator = self._explain(inputs) or "a decode step"
+            operator = self._explain(inputs) or "a step"
             raise CaptureError(f"{operator} cannot be recorded: {error}") from error
         return Recorded(replay, layout, buffer, tables, logits)
 
@@ -180,22 +220,34 @@ class DecodeGraphs:
             self._tables[name, width] = torch.zeros(shape, dtype=torch.int32, device=device)
         return self._tables[name, width]
 
-    def _step(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _step(self, inputs: Mapping[str, torch.Tensor], token_slots: torch.Tensor) -> torch.Tensor:
         ids = inputs["input_ids"]
-        known = torch.where(ids == PENDING, self._last_tokens[inputs["state_slots"]], ids)
+        known = torch.where(ids == PENDING, self._last_tokens[token_slots], ids)
         logits = self._forward({**inputs, "input_ids": known})
         return logits.reshape(-1, logits.shape[-1])
 
 
-def _metadata(bucket: int, reaches: Sequence[Reach]) -> dict[str, np.ndarray[Any, Any]]:
+def _token_slots(arrays: Arrays) -> np.ndarray[Any, Any]:
+    """[N] the slot of each token's sequence."""
+    return np.repeat(arrays["state_slots"], np.diff(arrays["cu_seqlens"]))
+
+
+def _metadata(
+    num_tokens: int, bucket: int, reaches: Sequence[Reach]
+) -> dict[str, np.ndarray[Any, Any]]:
     """Shapes and dtypes of what a bucket's step is given, as scratch."""
     mappings = [field_of("slot_mapping", reach) for reach in reaches]
-    return {
-        "input_ids": np.zeros((1, bucket), dtype=np.int64),
-        "position_ids": np.zeros((1, bucket), dtype=np.int64),
-        **{name: np.zeros(bucket, dtype=np.int64) for name in (*_LONG, *mappings)},
+    metadata: dict[str, np.ndarray[Any, Any]] = {
+        "input_ids": np.zeros((1, num_tokens), dtype=np.int64),
+        "position_ids": np.zeros((1, num_tokens), dtype=np.int64),
+        **{name: np.zeros(bucket, dtype=np.int64) for name in _LONG},
+        **{name: np.zeros(num_tokens, dtype=np.int64) for name in mappings},
         "context_lens": np.zeros(bucket, dtype=np.int32),
     }
+    if num_tokens > bucket:
+        metadata["cu_seqlens"] = np.zeros(bucket + 1, dtype=np.int32)
+        metadata["token_slots"] = np.zeros(num_tokens, dtype=np.int64)
+    return metadata
 
 
 def operator_that_waits(program: Program, inputs: Mapping[str, torch.Tensor]) -> str:

@@ -13,7 +13,7 @@ from regraft.rewriter.declare import Reach, RowSpec, StateSpec
 
 from .batch import Batch, build_batch, pad
 from .compiled import SMALLEST, CompiledProgram, GraphModel
-from .cuda_graphs import CaptureError, DecodeGraphs, operator_that_waits
+from .cuda_graphs import CaptureError, StepGraphs, operator_that_waits
 from .pages import BlockTables
 from .request import PENDING, Span
 from .staging import Arrays, upload
@@ -81,7 +81,7 @@ class Runner:
         """By slot, the token that was chosen last: what a PENDING token stands for."""
         self._notes = notes if notes is not None else []
         self._compiled: CompiledProgram | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self._needs_graphs = config is not None and config.cuda_graphs is True
         if config is not None and config.compiles_on(model.device):
             graph_model = cast(GraphModel, model)
@@ -117,6 +117,12 @@ class Runner:
                     raise
                 self._notes.append(f"decode steps run without CUDA graphs: {error}")
                 self._graphs = None
+        if self._graphs is not None and self._graphs.takes_full(batch):
+            try:
+                return self._graphs.run(batch)
+            except CaptureError as error:
+                self._notes.append(f"full steps run without CUDA graphs: {error}")
+                self._graphs.leave_full()
         if self._compiled is None:
             return self.model.forward({**self._upload(batch.arrays), **self.pools})
         logits = self._compiled({**self._upload(pad(batch.arrays, SMALLEST)), **self.pools})
@@ -163,7 +169,7 @@ class Runner:
         self._graphs = self._compiled = None
         self.pools.clear()
 
-    def _make_graphs(self, capacity: Capacity, config: EngineConfig) -> DecodeGraphs | None:
+    def _make_graphs(self, capacity: Capacity, config: EngineConfig) -> StepGraphs | None:
         assert self._compiled is not None
         if not self._compiled.is_recordable:
             return None
@@ -172,13 +178,14 @@ class Runner:
         size = capacity.page_size
         # Where nothing limits a request, tables grow as they have to.
         pages = None if tokens is None and size else -(-(tokens or 1) // max(size, 1))
-        return DecodeGraphs(
+        return StepGraphs(
             self._compiled,
             self.pools,
             self.last_tokens,
             min(config.max_requests, capacity.num_slots - 1),
             pages,
             reaches=tuple(capacity.pages),
+            full_tokens=config.max_batch_tokens,
             explain=partial(operator_that_waits, self._compiled.program),
         )
 

@@ -1,5 +1,6 @@
 """The operators on the GPU. Recurrences are the plain operators' own loops over tokens, which a decode step takes too:
-here a prefill takes no other form, and products are not fused with sums.
+here a prefill takes no other form. Products are not fused with sums, but in the delta rule, where one compiled loop
+serves every step.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def latent_attention(
 
 
 Run = Callable[..., Tensor]
-_delta_tokens: Run = partial(delta_rule_triton, by_chunks=False, enable_fp_fusion=False)
+_delta_tokens: Run = partial(delta_rule_triton, by_chunks=False)
 _linear_tokens: Run = partial(decayed_linear_triton, by_chunks=False, enable_fp_fusion=False)
 _ssd_tokens: Run = partial(ssd_triton, by_chunks=False, enable_fp_fusion=False)
 _conv: Run = partial(causal_conv_triton, fusion=False)

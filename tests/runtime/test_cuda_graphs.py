@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from regraft.runtime import cuda_graphs
-from regraft.runtime.cuda_graphs import CaptureError, DecodeGraphs, buckets
+from regraft.runtime.cuda_graphs import CaptureError, StepGraphs, buckets
 from tests.runtime.engines import assert_idle, make_engine, make_prompts
 from tests.runtime.test_fuzz import CROWDS, Crowd
 from tests.runtime.toy import ToyModel
@@ -22,11 +23,19 @@ def use_graphs(engine, monkeypatch, recorder=called_again):
     # Sequences that fill a bucket up share the scratch slot, which the toy would not allow.
     monkeypatch.setattr("tests.runtime.toy.check_inputs", lambda *a: None)
     runner = engine._loop.runner
-    runner._graphs = DecodeGraphs(
+    runner._graphs = StepGraphs(
         engine.model.forward, runner.pools, runner.last_tokens, engine.config.max_requests, 60, recorder,
-        explain=lambda inputs: "toy.item",
+        explain=lambda inputs: "toy.item", full_tokens=engine.config.max_batch_tokens,
     )  # fmt: skip
     return runner
+
+
+def decode_steps(runner):
+    return [key for key in runner._graphs._recorded if key[0] == key[1]]
+
+
+def full_steps(runner):
+    return [key for key in runner._graphs._recorded if key[0] > key[1]]
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 128, 1000])
@@ -48,7 +57,9 @@ def test_a_crowd_gets_what_a_run_alone_gives(number, overlaps, monkeypatch):
     runner = use_graphs(crowd.engine, monkeypatch)
     crowd.run(200)
     crowd.check()
-    assert runner._graphs._recorded
+    assert decode_steps(runner)
+    # Of the others, a step that is full has as many tokens as a bucket has sequences, or is rare.
+    assert number != 1 or {key[:2] for key in full_steps(runner)} == {(8, 2), (8, 3)}
 
 
 def test_a_batch_that_shrinks_to_one_and_grows_again(monkeypatch):
@@ -59,7 +70,7 @@ def test_a_batch_that_shrinks_to_one_and_grows_again(monkeypatch):
         outputs = engine.generate(prompts, max_new_tokens=lengths)
         for prompt, length, output in zip(prompts, lengths, outputs):
             assert output.token_ids == ToyModel().continue_greedily(prompt, length)
-    assert {bucket for bucket, _ in runner._graphs._recorded} == {2, 4, 8}
+    assert {bucket for _, bucket, _ in decode_steps(runner)} == {2, 4, 8}
     assert_idle(engine)
 
 
@@ -71,7 +82,7 @@ def test_long_sequences_have_a_graph_of_their_own(monkeypatch):
         prompt = list(range(length))
         (output,) = engine.generate([prompt], max_new_tokens=2)
         assert output.token_ids == ToyModel().continue_greedily(prompt, 2)
-    assert list(runner._graphs._recorded) == [(2, 2), (2, 5), (2, 60)]
+    assert decode_steps(runner) == [(2, 2, 2), (2, 2, 5), (2, 2, 60)]
 
 
 def refuse(call):
@@ -87,6 +98,24 @@ def test_a_step_that_cannot_be_recorded_runs_without_and_says_so(monkeypatch):
     assert note.startswith(
         "decode steps run without CUDA graphs: toy.item cannot be recorded: oper"
     )
+
+
+def test_a_full_step_that_cannot_be_recorded_leaves_decode_steps_alone(monkeypatch):
+    def refuse_full(call):
+        if num_calls[0] == 0:
+            num_calls[0] += 1
+            refuse(call)
+        return called_again(call)
+
+    num_calls = [0]
+    engine = make_engine(max_batch_tokens=16, max_requests=4)
+    runner = use_graphs(engine, monkeypatch, refuse_full)
+    (output,) = engine.generate([list(range(40))], max_new_tokens=4)
+    assert output.token_ids == ToyModel().continue_greedily(list(range(40)), 4)
+    (note,) = runner._notes
+    assert note.startswith("full steps run without CUDA graphs: toy.item cannot be recorded: oper")
+    assert decode_steps(runner)
+    assert not full_steps(runner)
 
 
 def test_a_step_that_must_be_recorded_and_cannot_is_an_error(monkeypatch):
@@ -108,13 +137,22 @@ def takes_pending_for_a_token(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "PENDING", -2)
 
 
+def takes_the_slots_of_others(monkeypatch):
+    def backwards(arrays):
+        return np.resize(arrays["state_slots"][::-1], arrays["cu_seqlens"][-1])
+
+    monkeypatch.setattr(cuda_graphs, "_token_slots", backwards)
+
+
 @pytest.mark.parametrize(
-    "fault", [never_updates_pages, takes_pending_for_a_token], ids=lambda fault: fault.__name__
+    ("fault", "number"),
+    [(never_updates_pages, 0), (takes_pending_for_a_token, 0), (takes_the_slots_of_others, 1)],
+    ids=lambda given: getattr(given, "__name__", ""),
 )
-def test_a_fault_is_seen(fault, monkeypatch):
+def test_a_fault_is_seen(fault, number, monkeypatch):
     fault(monkeypatch)
-    model, fields = CROWDS[0]
-    crowd = Crowd(0, model, {**fields, "overlaps": True})
+    model, fields = CROWDS[number]
+    crowd = Crowd(number, model, {**fields, "overlaps": True})
     use_graphs(crowd.engine, monkeypatch)
     with pytest.raises((AssertionError, IndexError)):
         run_and_check(crowd)

@@ -136,8 +136,10 @@ def _reached(row: RowSpec, x: torch.Tensor) -> torch.Tensor:
 
 
 def _sequences(inputs: Mapping[str, torch.Tensor], last: str):
+    """Of those that have tokens in this step: start, end, context, and their row of `last`."""
     ends = inputs["cu_seqlens"].tolist()
-    return zip(ends, ends[1:], inputs["context_lens"].tolist(), inputs[last])
+    every = zip(ends, ends[1:], inputs["context_lens"].tolist(), inputs[last])
+    return [one for one in every if one[0] < one[1]]
 
 
 def check_inputs(inputs: Mapping[str, torch.Tensor], min_tokens: int) -> None:
