@@ -148,19 +148,15 @@ class StepGraphs:
         Raises CaptureError if the step cannot be recorded.
         """
         arrays = batch.arrays
-        count, tokens = len(arrays["context_lens"]), None
+        count = len(arrays["context_lens"])
         tables = {name: arrays[name] for name in arrays if is_block_table(name)}
         pages = max(table.shape[1] for table in tables.values())
-        if not batch.is_decode:
-            tokens = self._full_tokens
-            bucket = self._full_bucket(max(count, len(arrays["logits_rows"])))
-            offsets = arrays["cu_seqlens"]
-            arrays = {
-                **arrays,
-                "cu_seqlens": np.pad(offsets, (0, bucket - count), mode="edge"),
-                "token_slots": _token_slots(arrays),
-            }
+        tokens = None if batch.is_decode else self._full_tokens
         recorded = self.recorded(max(count, len(arrays["logits_rows"])), pages, tokens)
+        if tokens is not None:
+            missing = recorded.layout.sections["context_lens"].shape[0] - count
+            offsets = np.pad(arrays["cu_seqlens"], (0, missing), mode="edge")
+            arrays = {**arrays, "cu_seqlens": offsets, "token_slots": _token_slots(arrays)}
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         for name, table in upload(tables, recorded.buffer.device).items():
             recorded.tables[name][:count, : table.shape[1]] = table
@@ -175,19 +171,14 @@ class StepGraphs:
         """The graph of a step of `count` sequences with at most `pages` pages each: a decode step, or a full one of
         `tokens`.
         """
-        if tokens is None:
-            bucket = next(size for size in self._buckets if size >= count)
-        else:
-            bucket = self._full_bucket(count)
+        sizes = self._buckets if tokens is None else (_FEW_SEQUENCES, self._buckets[-1])
+        bucket = next(size for size in sizes if size >= count)
         width = next((width for width in self._widths if width >= pages), 0)
         width = width or 1 << (pages - 1).bit_length()
         key = (tokens or bucket, bucket, width)
         if key not in self._recorded:
             self._recorded[key] = self._record(*key)
         return self._recorded[key]
-
-    def _full_bucket(self, count: int) -> int:
-        return _FEW_SEQUENCES if count <= _FEW_SEQUENCES else self._buckets[-1]
 
     def _record(self, num_tokens: int, bucket: int, width: int) -> Recorded:
         layout = Layout.of(_metadata(num_tokens, bucket, self._reaches))
@@ -201,9 +192,7 @@ class StepGraphs:
         given = {"cu_seqlens": self._offsets[: bucket + 1], **layout.views(buffer)}
         slots = given["state_slots"]
         if num_tokens > bucket:
-            given["cu_seqlens"][1:] = (
-                num_tokens  # while it is recorded, all are the first sequence's
-            )
+            given["cu_seqlens"][1:] = num_tokens  # of the first sequence, until a step says so
             slots = given.pop("token_slots")
         inputs = {**given, **tables, **self._pools}
         try:
