@@ -59,21 +59,26 @@ def test_layers_share_a_body_that_is_compiled_once_for_all_sizes(name, bodies):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_decode_graphs_of_any_bucket_run_what_was_compiled(name, monkeypatch):
+def test_graphs_of_any_bucket_run_what_was_compiled(name, monkeypatch):
     """Their inputs lie as those that layers were compiled for: nothing is compiled again, nothing left out."""
     monkeypatch.setattr(cuda_graphs, "_PAGES", (3, 8))
     model, engine = compiled_engine(name)
     runner = runner_of(engine)
     bodies = runner._compiled.num_compiled
-    runner._graphs = cuda_graphs.DecodeGraphs(
+    runner._graphs = cuda_graphs.StepGraphs(
         runner._compiled, runner.pools, runner.last_tokens, 8, 40, called_again,
-        reaches=reaches_of(engine.model.rows),
+        reaches=reaches_of(engine.model.rows), full_tokens=16,
     )  # fmt: skip
     texts = [FAMILIES[name].prompt(n, seed=n).tolist() for n in LENGTHS]
     expected = reference_logits(model, texts)
     for found, wanted in zip(engine.score(texts, schedule="decode"), expected):
         assert (found - wanted).abs().max() <= 1e-4
-    assert {width for _, width in runner._graphs._recorded} == {3, 8, 40}
+    assert {width for *_, width in runner._graphs._recorded} == {3, 8, 40}
+    prompt = FAMILIES[name].prompt(16).tolist()
+    (logits,) = reference_logits(model, [prompt])
+    (output,) = engine.generate([prompt], max_new_tokens=2, do_sample=False)
+    assert output.token_ids[0] == int(logits[-1].argmax())
+    assert [key for key in runner._graphs._recorded if key[0] == 16] == [(16, 2, 8)]
     assert runner._compiled.num_compiled == bodies
     assert engine.report.notes == []
     runner._graphs = None
