@@ -88,7 +88,8 @@ def test_the_installed_package_works_without_the_tree(installed: Path, tmp_path:
         assert regraft.__file__.startswith({str(installed)!r}), regraft.__file__
         import regraft.rewriter.declare, regraft.runtime.config
         assert importlib.util.find_spec("kernels") is None
-        print(len(list(pkgutil.iter_modules(importlib.import_module("regraft.kernels").__path__))))
+        found = pkgutil.iter_modules(importlib.import_module("regraft.kernels").__path__)
+        print(sum(module.ispkg for module in found))
     """
     interpreter = installed.parents[2] / "bin" / "python"
     command = [str(interpreter), "-I", "-c", textwrap.dedent(code)]
