@@ -15,9 +15,13 @@ import regraft
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status: 2 for what cannot be read or served, with a line that says why."""
     options = _parser().parse_args(arguments)
-    return options.run(options)
+    try:
+        return int(options.run(options))
+    except (OSError, ValueError, regraft.RewriteError) as error:
+        print(f"regraft: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

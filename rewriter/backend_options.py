@@ -28,9 +28,12 @@ class Options:
             raise UnknownOption(
                 f"unknown option {', '.join(map(repr, unknown))}: regraft has {', '.join(known)}"
             )
-        if given.get("batch_invariant"):
+        if given.get("batch_invariant") is True:
             given.setdefault("backend", "eager")
         made = cls(**given)
+        for name in ("strict", "batch_invariant"):
+            if not isinstance(getattr(made, name), bool):
+                raise UnknownOption(f"{name}={getattr(made, name)!r}: expected True or False")
         if made.fallback not in ("replay", "refuse"):
             raise UnknownOption(f'fallback={made.fallback!r}: expected "replay" or "refuse"')
         if not isinstance(made.backend, str) or made.backend == "regraft":

@@ -120,9 +120,15 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     return {**defaults, **given, **node.kwargs}
 
 
+def _name(target: object) -> str:
+    """Of a function of Python's, as getitem, its name alone."""
+    return getattr(target, "__name__", str(target))
+
+
 def describe(node: fx.Node) -> str:
     """Where a node comes from, for reasons and errors: operation, module path, source line."""
-    parts = [str(node.target) if node.op == "call_function" else node.op]
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else _name(node.target)
+    parts = [str(target) if node.op == "call_function" else node.op]
     if node.meta.get("path"):
         parts.append(f"in {node.meta['path']}")
     if node.meta.get("source"):

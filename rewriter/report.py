@@ -122,8 +122,8 @@ class RewriteReport:
     def explain(self, path: str) -> str:
         """Why the layers at a module path are served as they are: the nearest pattern, and what would make it match.
 
-        `path` may be one that the table shows for several layers ("model.layers.0..29.self_attn"). Raises KeyError for
-        one where nothing mixes.
+        `path` may be one that the table shows for several layers ("model.layers.0..29.self_attn",
+        "model.layers.#.self_attn"), "" stands for the whole model. Raises KeyError for one where nothing mixes.
         """
         from .report_text import explanation
 

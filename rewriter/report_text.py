@@ -145,13 +145,16 @@ def _declined(report: RewriteReport) -> list[str]:
 
 def explanation(report: RewriteReport, path: str) -> str:
     """The text of `report.explain(path)`."""
+    if not isinstance(path, str):
+        raise TypeError(f"path={path!r}: give the path of a module, as the report shows it")
     path, rows = path.strip(), _rows(report)
     layers = [
-        layer for layer in report.layers if layer.path == path or layer.path.startswith(f"{path}.")
-    ] or [layer for row in rows if row.path == path for layer in row.layers]
+        layer for layer in report.layers
+        if not path or path in (layer.path, _shape_of(layer.path)) or layer.path.startswith(f"{path}.")
+    ] or [layer for row in rows if row.path == path for layer in row.layers]  # fmt: skip
     if not layers:
         known = [*(row.path for row in rows), *(layer.path for layer in report.layers)]
-        near = get_close_matches(path, known, cutoff=0.5) or known[:3]
+        near = get_close_matches(path, list(dict.fromkeys(known)), cutoff=0.5) or known[:3]
         raise KeyError(
             f"nothing mixes tokens at {path!r}: it does at {', '.join(dict.fromkeys(near))} (report.layers has all)"
         )

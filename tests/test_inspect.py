@@ -206,6 +206,26 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         report.explain("lm_head")
 
 
+def test_what_cannot_be_read_is_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2 and one line: 1 is "would be replayed", or "differs"."""
+    broken, other = tmp_path / "broken.json", tmp_path / "other.json"
+    broken.write_text("{")
+    other.write_text("{}")
+    for command, says in (
+        (["inspect", str(broken)], "broken.json is no JSON"),
+        (["diff", str(broken), str(other)], "Expecting property name"),
+        (["diff", str(other), str(other)], "other.json is no configuration of a model"),
+    ):
+        assert main(command) == 2
+        printed = capsys.readouterr()
+        assert says in printed.err
+        assert printed.err.startswith("regraft: ")
+        assert printed.err.count("\n") == 1
+        assert printed.out == ""
+
+
 def test_a_configuration_of_any_file_name(tmp_path: Path) -> None:
     """The file that is named is read, whatever lies beside it; one that is none says so in a line."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 64}

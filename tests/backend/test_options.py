@@ -23,9 +23,11 @@ IDS = torch.randint(0, 32, (2, 7), generator=torch.Generator().manual_seed(3))
         ({"bakend": "eager"}, "unknown option 'bakend': regraft has backend, fallback, strict"),
         ({"fallback": "maybe"}, "fallback='maybe'"),
         ({"backend": "regraft"}, "the name of another backend"),
+        ({"strict": "no"}, "strict='no': expected True or False"),
+        ({"batch_invariant": 1}, "batch_invariant=1: expected True or False"),
     ],
 )
-def test_unknown_options_are_refused(options: dict[str, str], says: str) -> None:
+def test_unknown_options_are_refused(options: dict[str, object], says: str) -> None:
     with fresh_dynamo(), pytest.raises(ValueError, match=says):
         torch.compile(ToyLM(), backend="regraft", options=options)(input_ids=IDS)
 

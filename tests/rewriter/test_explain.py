@@ -122,6 +122,17 @@ def test_layers_that_the_table_shows_as_one() -> None:
         assert f"| {mask}; softcap" in found.explain(path)
 
 
+def test_a_path_with_any_number_and_the_whole_model() -> None:
+    """As a line of what was declined has it."""
+    found = report(Strided)
+    line = next(line for line in str(found).splitlines() if " declined " in line)
+    path = line.split(" at ")[1].split(" (")[0]
+    assert "#" in path
+    assert found.explain(path) == found.explain("") == found.explain("model")
+    with pytest.raises(TypeError, match=r"path=0: give the path of a module"):
+        found.explain(0)  # type: ignore[arg-type]
+
+
 def test_a_place_where_nothing_mixes() -> None:
     """The nearest places where something does."""
     with pytest.raises(
