@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from regraft.kernels.varlen import STATELESS
+from regraft.kernels.varlen import STATELESS, WINDOWED
 
 from .backend_report import GraphReport
 from .dynamo_cut import Cut, cut, remainder
@@ -120,6 +120,11 @@ def _misplaced(lowered: Lowered, found: Cut) -> Declined | None:
     return None
 
 
+def _has_windows(graph: fx.Graph) -> bool:
+    """Whether an operator makes windows of tokens, counted from a text's first one."""
+    return any(node.target in WINDOWED for node in graph.nodes)
+
+
 def _assemble(
     module: fx.GraphModule,
     inputs: Inputs,
@@ -155,5 +160,5 @@ def _assemble(
         rest=remainder(module, found),
         holds=holds,
         report=report,
-        has_replays=bool(form.replays),
+        counts_places=bool(form.replays) or _has_windows(form.module.graph),
     )

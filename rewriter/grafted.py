@@ -33,7 +33,8 @@ class Grafted:
     places       where each of its values has batch and tokens in the original
     rest         (*inputs, *those values) -> the outputs
     holds        for how many tokens the grafted graph is right
-    has_replays  whether some of it runs over each text as it is, and so may count places from the text's first token on
+    counts_places  whether some of it makes windows of tokens, or runs over each text as it is: it may count places from
+                 the text's first token on
     must_pack    a batch that cannot be packed is a RewriteError
     """
 
@@ -48,7 +49,7 @@ class Grafted:
     rest: fx.GraphModule
     holds: Interval
     report: GraphReport
-    has_replays: bool = False
+    counts_places: bool = False
     must_pack: bool = False
 
     def as_function(self) -> Callable[..., Any]:
@@ -67,7 +68,7 @@ class Grafted:
             None if at is None else args[at] for at in (self.attention_mask, self.position_ids)
         )
         try:
-            if self.has_replays and mask is not None:
+            if self.counts_places and mask is not None:
                 refuse_shifted(mask)
             packing = pack(ids, mask, positions)
             groups = list(_groups(packing, self.holds.high))

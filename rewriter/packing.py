@@ -71,7 +71,7 @@ def refuse_shifted(attention_mask: Tensor) -> None:
     real = attention_mask != 0
     if bool((real.any(1) & ~real[:, 0]).any()):
         raise NotPackable(
-            "padding on the left, which a region without an operator may count as places"
+            "padding on the left, which windows of tokens, or a region without an operator, may count as places"
         )
 
 

@@ -10,10 +10,11 @@ import regraft.kernels.experts.autograd  # noqa: F401 (it registers the gradient
 from .attention import varlen_attention
 from .own_gradient import enlist_backward, own_gradient
 from .stop import stop_gradient
-from .twins import STATELESS, Twin
+from .twins import STATELESS, WINDOWED, Twin
 
 __all__ = [
     "STATELESS",
+    "WINDOWED",
     "Twin",
     "enlist_backward",
     "own_gradient",

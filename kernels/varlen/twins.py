@@ -44,3 +44,9 @@ STATELESS: dict[str, Twin] = {
     )
 }
 """Qualified name of an operator that keeps rows or states -> its twin."""
+
+WINDOWED = frozenset(
+    getattr(torch.ops.regraft, f"varlen_{name}").default
+    for name in ("pool_windows", "index_pool_topk", "index_block_topk")
+)
+"""Twins that make windows of tokens, counted from a text's first one: padding before it moves those of the model."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from regraft.rewriter import grafted
 from regraft.rewriter.backend_report import GraphReport
 from regraft.rewriter.errors import RewriteError
-from tests.backend.batches import batch, compiled, fresh_dynamo, slow_but, texts
+from tests.backend.batches import LOGITS, batch, compiled, fresh_dynamo, slow_but, texts, worst
 from tests.backend.toys import ToyLM, WithBreak, WithLoop, WithMean, WithSum, WithTable
 from tests.families.models import FAMILIES, build
 from tests.tolerance import assert_close
@@ -107,6 +107,21 @@ def test_padding_on_the_left_counts_where_a_replayed_region_counts_places() -> N
     assert [layer.served for layer in reports[0].layers if layer.replay] == ["replayed"]
     assert (reports[0].calls, reports[0].fallbacks) == (2, 1)
     assert "padding on the left" in reports[0].last_fallback
+
+
+@pytest.mark.slow
+def test_padding_on_the_left_counts_where_windows_of_tokens_are_made() -> None:
+    """The model's own windows have padding in them, those of an operator begin at a text's first token."""
+    model = build("deepseek_v4")
+    calls = [batch(form, texts("deepseek_v4")) for form in ("padded right", "padded left")]
+    with fresh_dynamo() as reports, torch.no_grad():
+        step = compiled(model)
+        for call in calls:
+            logits = call.split(step(**call.inputs, use_cache=False).logits)
+            own = call.split(model(**call.inputs, use_cache=False).logits)
+            assert worst(logits, own) <= LOGITS
+    assert (reports[0].calls, reports[0].fallbacks) == (2, 1)
+    assert "which windows of tokens" in reports[0].last_fallback
 
 
 def test_mutant_padding_on_the_left_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
