@@ -192,23 +192,20 @@ def _serve(options: argparse.Namespace) -> int:
     from regraft.runtime.serve.settings import ServeSettings
 
     limits = {name: getattr(options, name) for name in ("max_waiting", "max_body_bytes")}
-    try:  # before the model is loaded, which takes a while
-        settings = ServeSettings(
-            options.model_name or options.model,
-            host=options.host,
-            port=options.port,
-            api_key=options.api_key,
-            **{name: value for name, value in limits.items() if value is not None},
-        )
-        names = ("cache_tokens", "max_requests", "max_batch_tokens")
-        sizes = {name: getattr(options, name) for name in names}
-        config = regraft.EngineConfig(
-            prefix_cache=options.prefix_cache,
-            **{name: value for name, value in sizes.items() if value is not None},
-        )
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    # Both before the model is loaded, which takes a while: what is wrong in them is told at once.
+    settings = ServeSettings(
+        options.model_name or options.model,
+        host=options.host,
+        port=options.port,
+        api_key=options.api_key,
+        **{name: value for name, value in limits.items() if value is not None},
+    )
+    names = ("cache_tokens", "max_requests", "max_batch_tokens")
+    sizes = {name: getattr(options, name) for name in names}
+    config = regraft.EngineConfig(
+        prefix_cache=options.prefix_cache,
+        **{name: value for name, value in sizes.items() if value is not None},
+    )
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     with regraft.wrap(_load(options), tokenizer=tokenizer, config=config) as engine:
         serve(engine, settings)

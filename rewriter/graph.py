@@ -121,14 +121,14 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _name(target: object) -> str:
-    """Of a function of Python's, as getitem, its name alone."""
-    return getattr(target, "__name__", str(target))
+    """An operator's in full; of a function of Python's, as getitem, its own alone."""
+    is_operator = isinstance(target, torch._ops.OpOverload)
+    return str(target) if is_operator else getattr(target, "__name__", str(target))
 
 
 def describe(node: fx.Node) -> str:
     """Where a node comes from, for reasons and errors: operation, module path, source line."""
-    target = node.target if isinstance(node.target, torch._ops.OpOverload) else _name(node.target)
-    parts = [str(target) if node.op == "call_function" else node.op]
+    parts = [_name(node.target) if node.op == "call_function" else node.op]
     if node.meta.get("path"):
         parts.append(f"in {node.meta['path']}")
     if node.meta.get("source"):

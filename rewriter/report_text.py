@@ -153,10 +153,11 @@ def explanation(report: RewriteReport, path: str) -> str:
         if not path or path in (layer.path, _shape_of(layer.path)) or layer.path.startswith(f"{path}.")
     ] or [layer for row in rows if row.path == path for layer in row.layers]  # fmt: skip
     if not layers:
-        known = [*(row.path for row in rows), *(layer.path for layer in report.layers)]
-        near = get_close_matches(path, list(dict.fromkeys(known)), cutoff=0.5) or known[:3]
+        paths = (*(row.path for row in rows), *(layer.path for layer in report.layers))
+        known = list(dict.fromkeys(paths))
+        near = get_close_matches(path, known, cutoff=0.5) or known[:3]
         raise KeyError(
-            f"nothing mixes tokens at {path!r}: it does at {', '.join(dict.fromkeys(near))} (report.layers has all)"
+            f"nothing mixes tokens at {path!r}: it does at {', '.join(near)} (report.layers has all)"
         )
     explained = groupby(layers, key=lambda one: (_explain(report, one), _shape_of(one.path)))
     return "\n\n".join(

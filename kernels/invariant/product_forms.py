@@ -6,10 +6,11 @@ weight gives the same bits. That is a property of the card, and is measured (`tr
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 
 import torch
+
+from regraft.kernels.whole import cdiv
 
 PART = 128
 """Parts of K are multiples of this, of which every tile takes a divisor at a time: they are the same for all tiles."""
@@ -18,6 +19,7 @@ _SHORTEST = 512
 """A part of K shorter than this does not pay for adding it."""
 
 _ROWS = [1 << i for i in range(16)]
+"""Numbers of rows by which every form of a weight is met."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Form:
 
 _NARROW = Form(32, 64, 32, 4, 2)
 _LOADED = Form(64, 128, 64, 4, 4), Form(128, 128, 64, 8, 3)
-# Measured on an H200 for weights of 1,024 to 24,576 columns: as fast as cuBLAS up to 16 rows, 0.8 to 1 times as fast at
-# 128, 0.9 to 1 at 2,048.
+# Measured on an H200 for weights of 1,024 to 24,576 columns: as fast as cuBLAS up to 64 rows, 0.9 to 1.1 times as fast
+# at 128, 0.9 to 1 at 2,048.
 _FEW = Form(16, 64, 128, 4, 8, is_fetched=True, is_turned=True)
 _FEW_SHARING = replace(_FEW, num_stages=5)  # two programs fit on a multiprocessor
 _SOME = Form(64, 64, 128, 4, 6, is_fetched=True)
@@ -56,18 +58,17 @@ def num_parts(columns: int, width: int, processors: int) -> int:
 
     Two where a decode step would otherwise leave three quarters of the card idle.
     """
-    is_small = -(-columns // _FEW.N) <= processors // 4
+    is_small = cdiv(columns, _FEW.N) <= processors // 4
     return 2 if is_small and width >= 2 * _SHORTEST else 1
 
 
-@functools.cache
 def chosen(
     rows: int, columns: int, dtype: torch.dtype, parts: int, processors: int, is_fetched: bool
 ) -> Form:
     """The form for so many rows. `is_fetched`: the operands can be described to the copy engine."""
 
     def programs(form: Form) -> int:
-        return -(-rows // form.M) * -(-columns // form.N)
+        return cdiv(rows, form.M) * cdiv(columns, form.N)
 
     if dtype.itemsize > 2:
         form = _NARROW
