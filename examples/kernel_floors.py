@@ -97,6 +97,7 @@ def seconds_each(
             call()
         return (time.perf_counter() - start) / len(calls)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             for call in calls:

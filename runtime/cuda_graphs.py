@@ -1,21 +1,23 @@
-"""Steps from CUDA graphs, one per bucket of sizes, recorded when first needed: decode steps, and steps that are full.
+"""Steps from CUDA graphs, one per bucket of sizes, recorded when first needed: decode steps, and those with prompts.
 
 A graph is recorded over tensors that stay where they are: a step copies its metadata into them and replays. Nothing of
-a step is baked in but its buckets: the number of sequences, and the width of the page table, by which kernels decide
-into how many parts they cut a sequence. Sequences that fill the bucket of a decode step up have one token each in the
-scratch page and slot; those of a full step, which has as many tokens as a step may have, have none.
+a step is baked in but its buckets: the numbers of tokens and of sequences, and the width of the page table, by which
+kernels decide into how many parts they cut a sequence. Sequences that fill the bucket of a decode step up have one
+token each in the scratch page and slot. Of a step with prompts one more sequence takes the tokens that its bucket has
+more, in the scratch page and slot, and those that fill it up have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import fx
 
+from regraft.kernels.whole import cdiv
 from regraft.rewriter.declare import EVERYTHING, Reach, field_of
 
 from .batch import Batch, is_block_table
@@ -35,11 +37,25 @@ class CaptureError(RuntimeError):
 
 
 _FEW_SEQUENCES = 2
-"""Of a full step: kernels cut long texts otherwise than a crowd of short ones."""
+"""Of a step with prompts: kernels cut long texts otherwise than a crowd of short ones."""
+
+_PARTS = 16
+"""Numbers of tokens of steps with prompts, at equal distances: what is filled up takes less time than launching a
+step's kernels one by one would.
+"""
 
 
 Recorder = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
 """Records a call without arguments: what repeats it, and where its result is after each repetition."""
+
+
+class Key(NamedTuple):
+    """The sizes of a graph: tokens, sequences, and columns of its page table."""
+
+    tokens: int
+    sequences: int
+    width: int
+    is_decode: bool
 
 
 @dataclass(frozen=True)
@@ -91,8 +107,8 @@ def buckets(largest: int) -> list[int]:
 
 
 class StepGraphs:
-    """Runs decode steps, and steps of just `full_tokens` tokens where that is given, of at most `max_requests`
-    sequences of at most `max_pages` pages each, None for any number.
+    """Runs decode steps of at most `max_requests` sequences, and steps with prompts of at most `max_tokens` tokens, by
+    default none. A sequence has at most `max_pages` pages, None for any number.
 
     `forward` maps a step's inputs by name to logits, `pools` are its caches by name, and `last_tokens` has by slot what
     a PENDING token stands for. `explain` names the operator that keeps a step with these inputs from being recorded.
@@ -108,7 +124,7 @@ class StepGraphs:
         recorder: Recorder | None = None,
         explain: Callable[[Mapping[str, torch.Tensor]], str] = lambda inputs: "",
         reaches: Sequence[Reach] = (EVERYTHING,),
-        full_tokens: int | None = None,
+        max_tokens: int = 0,
     ) -> None:
         device = last_tokens.device
         self._reaches = reaches
@@ -121,9 +137,10 @@ class StepGraphs:
         self._widths = list(_PAGES)
         if max_pages is not None:
             self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
-        is_more = full_tokens is not None and full_tokens > self._buckets[-1]
-        self._full_tokens = full_tokens if is_more else None
-        self._recorded: dict[tuple[int, int, int], Recorded] = {}
+        sizes = {cdiv(max_tokens * part, _PARTS) for part in range(1, _PARTS + 1)}
+        self._token_buckets = sorted(sizes - {0, 1})
+        self._met: set[tuple[int, int]] = set()
+        self._recorded: dict[Key, Recorded] = {}
         # One for each width: a part of a wider one would have other strides, for which layers were not compiled.
         self._tables: dict[tuple[str, int], torch.Tensor] = {}
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
@@ -132,15 +149,19 @@ class StepGraphs:
         """Whether a step of this size is a decode step that some bucket holds."""
         return num_sequences == num_tokens <= self._buckets[-1]
 
-    def takes_full(self, batch: Batch) -> bool:
-        """Whether this is a full step that some bucket holds."""
-        arrays = batch.arrays
-        wanted = max(len(arrays["context_lens"]), len(arrays["logits_rows"]))
-        return arrays["input_ids"].shape[1] == self._full_tokens and wanted <= self._buckets[-1]
+    def takes_prompts(self, batch: Batch) -> bool:
+        """Whether some bucket holds this step with prompts. The first step of a bucket is not taken: it may be the
+        only one, which would not be worth recording.
+        """
+        bucket = self._bucket_with_prompts(batch.arrays)
+        is_known = bucket in self._met
+        if bucket is not None:
+            self._met.add(bucket)
+        return is_known
 
-    def leave_full(self) -> None:
-        """Takes no full step from now on."""
-        self._full_tokens = None
+    def leave_prompts(self) -> None:
+        """Takes no step with prompts from now on."""
+        self._token_buckets.clear()
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Logits [bucket, vocab], overwritten by the next run. The first rows are those of the batch's `logits_rows`.
@@ -151,12 +172,13 @@ class StepGraphs:
         count = len(arrays["context_lens"])
         tables = {name: arrays[name] for name in arrays if is_block_table(name)}
         pages = max(table.shape[1] for table in tables.values())
-        tokens = None if batch.is_decode else self._full_tokens
-        recorded = self.recorded(max(count, len(arrays["logits_rows"])), pages, tokens)
-        if tokens is not None:
-            missing = recorded.layout.sections["context_lens"].shape[0] - count
-            offsets = np.pad(arrays["cu_seqlens"], (0, missing), mode="edge")
-            arrays = {**arrays, "cu_seqlens": offsets, "token_slots": _token_slots(arrays)}
+        if batch.is_decode:
+            recorded = self.recorded(max(count, len(arrays["logits_rows"])), pages)
+        else:
+            bucket = self._bucket_with_prompts(arrays)
+            assert bucket is not None, "a step that no bucket holds"
+            recorded = self._graph(*bucket, pages, is_decode=False)
+            arrays = _filled_up(arrays, *bucket)
         recorded.buffer.copy_(recorded.layout.pinned(arrays), non_blocking=True)
         for name, table in upload(tables, recorded.buffer.device).items():
             recorded.tables[name][:count, : table.shape[1]] = table
@@ -167,32 +189,41 @@ class StepGraphs:
         """Drops every graph: what they read has moved."""
         self._recorded.clear()
 
-    def recorded(self, count: int, pages: int, tokens: int | None = None) -> Recorded:
-        """The graph of a step of `count` sequences with at most `pages` pages each: a decode step, or a full one of
-        `tokens`.
-        """
-        sizes = self._buckets if tokens is None else (_FEW_SEQUENCES, self._buckets[-1])
-        bucket = next(size for size in sizes if size >= count)
+    def recorded(self, count: int, pages: int) -> Recorded:
+        """The graph of a decode step of `count` sequences with at most `pages` pages each."""
+        bucket = _least(self._buckets, count)
+        return self._graph(bucket, bucket, pages, is_decode=True)
+
+    def _bucket_with_prompts(self, arrays: Arrays) -> tuple[int, int] | None:
+        """Tokens and sequences of the bucket that holds a step; None if none does."""
+        count = arrays["input_ids"].shape[1]
+        tokens = next((size for size in self._token_buckets if size >= count), None)
+        if tokens is None:
+            return None
+        wanted = max(len(arrays["context_lens"]) + (tokens > count), len(arrays["logits_rows"]))
+        sizes = (_FEW_SEQUENCES, self._buckets[-1])
+        return None if wanted > sizes[-1] else (tokens, _least(sizes, wanted))
+
+    def _graph(self, tokens: int, sequences: int, pages: int, *, is_decode: bool) -> Recorded:
         width = next((width for width in self._widths if width >= pages), 0)
-        width = width or 1 << (pages - 1).bit_length()
-        key = (tokens or bucket, bucket, width)
+        key = Key(tokens, sequences, width or 1 << (pages - 1).bit_length(), is_decode)
         if key not in self._recorded:
-            self._recorded[key] = self._record(*key)
+            self._recorded[key] = self._record(key)
         return self._recorded[key]
 
-    def _record(self, num_tokens: int, bucket: int, width: int) -> Recorded:
-        layout = Layout.of(_metadata(num_tokens, bucket, self._reaches))
+    def _record(self, key: Key) -> Recorded:
+        layout = Layout.of(_metadata(key, self._reaches))
         tables = {}
         for reach in self._reaches:
             name = field_of("block_table", reach)
-            tables[name] = self._table(name, width)[:bucket]
+            tables[name] = self._table(name, key.width)[: key.sequences]
         device = self._last_tokens.device
         buffer = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         # A decode step has a token a sequence, always: then the offsets and the tokens' slots are known.
-        given = {"cu_seqlens": self._offsets[: bucket + 1], **layout.views(buffer)}
+        given = {"cu_seqlens": self._offsets[: key.sequences + 1], **layout.views(buffer)}
         slots = given["state_slots"]
-        if num_tokens > bucket:
-            given["cu_seqlens"][1:] = num_tokens  # of the first sequence, until a step says so
+        if not key.is_decode:
+            given["cu_seqlens"][1:] = key.tokens  # of the first sequence, until a step says so
             slots = given.pop("token_slots")
         inputs = {**given, **tables, **self._pools}
         try:
@@ -216,26 +247,36 @@ class StepGraphs:
         return logits.reshape(-1, logits.shape[-1])
 
 
+def _least(sizes: Sequence[int], count: int) -> int:
+    return next(size for size in sizes if size >= count)
+
+
+def _filled_up(arrays: Arrays, tokens: int, sequences: int) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a step with prompts: the sequence behind its last one takes the tokens that are missing."""
+    offsets = np.full(sequences + 1, tokens, dtype=np.int32)
+    offsets[: len(arrays["cu_seqlens"])] = arrays["cu_seqlens"]
+    return {**arrays, "cu_seqlens": offsets, "token_slots": _token_slots(arrays)}
+
+
 def _token_slots(arrays: Arrays) -> np.ndarray[Any, Any]:
     """[N] the slot of each token's sequence."""
     return np.repeat(arrays["state_slots"], np.diff(arrays["cu_seqlens"]))
 
 
-def _metadata(
-    num_tokens: int, bucket: int, reaches: Sequence[Reach]
-) -> dict[str, np.ndarray[Any, Any]]:
+def _metadata(key: Key, reaches: Sequence[Reach]) -> dict[str, np.ndarray[Any, Any]]:
     """Shapes and dtypes of what a bucket's step is given, as scratch."""
+    tokens, sequences = key.tokens, key.sequences
     mappings = [field_of("slot_mapping", reach) for reach in reaches]
     metadata: dict[str, np.ndarray[Any, Any]] = {
-        "input_ids": np.zeros((1, num_tokens), dtype=np.int64),
-        "position_ids": np.zeros((1, num_tokens), dtype=np.int64),
-        **{name: np.zeros(bucket, dtype=np.int64) for name in _LONG},
-        **{name: np.zeros(num_tokens, dtype=np.int64) for name in mappings},
-        "context_lens": np.zeros(bucket, dtype=np.int32),
+        "input_ids": np.zeros((1, tokens), dtype=np.int64),
+        "position_ids": np.zeros((1, tokens), dtype=np.int64),
+        **{name: np.zeros(sequences, dtype=np.int64) for name in _LONG},
+        **{name: np.zeros(tokens, dtype=np.int64) for name in mappings},
+        "context_lens": np.zeros(sequences, dtype=np.int32),
     }
-    if num_tokens > bucket:
-        metadata["cu_seqlens"] = np.zeros(bucket + 1, dtype=np.int32)
-        metadata["token_slots"] = np.zeros(num_tokens, dtype=np.int64)
+    if not key.is_decode:
+        metadata["cu_seqlens"] = np.zeros(sequences + 1, dtype=np.int32)
+        metadata["token_slots"] = np.zeros(tokens, dtype=np.int64)
     return metadata
 
 

@@ -117,12 +117,12 @@ class Runner:
                     raise
                 self._notes.append(f"decode steps run without CUDA graphs: {error}")
                 self._graphs = None
-        if self._graphs is not None and self._graphs.takes_full(batch):
+        if self._graphs is not None and self._graphs.takes_prompts(batch):
             try:
                 return self._graphs.run(batch)
             except CaptureError as error:
-                self._notes.append(f"full steps run without CUDA graphs: {error}")
-                self._graphs.leave_full()
+                self._notes.append(f"steps with prompts run without CUDA graphs: {error}")
+                self._graphs.leave_prompts()
         if self._compiled is None:
             return self.model.forward({**self._upload(batch.arrays), **self.pools})
         logits = self._compiled({**self._upload(pad(batch.arrays, SMALLEST)), **self.pools})
@@ -185,7 +185,7 @@ class Runner:
             min(config.max_requests, capacity.num_slots - 1),
             pages,
             reaches=tuple(capacity.pages),
-            full_tokens=config.max_batch_tokens,
+            max_tokens=config.max_batch_tokens,
             explain=partial(operator_that_waits, self._compiled.program),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from .capacity import Capacity
 from .checkpoints import Checkpoints
@@ -19,12 +19,18 @@ from .stats import EngineStats
 MOST_PREEMPTIONS = 3
 """Times that a request is preempted for older ones that grow: it then waits until there is room for all of them."""
 
+TURN = 128
+"""Tokens of one prompt in a step before others have theirs, of a model with states: a recurrence takes a sequence's
+tokens one after another, but sequences side by side, so that one long one would leave a GPU idle.
+"""
+
 
 class Scheduler:
     """Continuous batching in order of arrival.
 
     Running requests are served decodes first, then unfinished prompts, each oldest first; what is
-    left of the step's tokens admits waiting requests, oldest first. A request is admitted with the
+    left of the step's tokens admits waiting requests, oldest first. With states, prompts take turns
+    (TURN), and what is left then goes to those that have more, oldest first. A request is admitted with the
     pages of all its known tokens, and grows a page at a time as it decodes. When no page is left,
     the youngest running request gives up all its own and waits again, to be recomputed: the oldest
     request gets on in every step, so every request ends. `running` and `waiting` are sorted by
@@ -66,6 +72,7 @@ class Scheduler:
             switch_lengths,
             is_on=config.prefix_cache,
         )
+        self._turn = TURN if has_states else config.max_batch_tokens
         self._switch_lengths = frozenset(switch_lengths)
         self._restores: dict[int, int] = {}
         self._saves: dict[int, int] = {}
@@ -98,9 +105,12 @@ class Scheduler:
                 continue
             if request in (active[0], *prompts[:1]):
                 self._make_room(spans, request, budget)
-            budget -= self._plan(spans, request, self._next_end(request, budget))
+            budget -= self._plan(
+                spans, request, self._next_end(request, self._own_turn(request, budget))
+            )
         if not preempted and self.num_preemptions == before:
-            self._admit(spans, budget)
+            budget = self._admit(spans, budget)
+        self._extend(spans, budget)
         is_idle = not (self.running or self.waiting)
         assert spans or is_idle or len(active) < len(self.running), "no request can get on"
         return spans
@@ -162,6 +172,21 @@ class Scheduler:
             self.waiting.pop(request.arrival, None)
         request.status = Status.FINISHED
 
+    def _own_turn(self, request: Request, budget: int) -> int:
+        """What a request may have of a step's tokens while others have none: enough to get on, whatever it needs."""
+        return min(budget, max(self._turn, request.quantum(self.config.chunk_size)))
+
+    def _extend(self, spans: Sequence[Span], budget: int) -> None:
+        """Hands what is left of a step's tokens to its unfinished prompts, oldest first."""
+        for span in spans:
+            request = span.request
+            if budget and span.end < len(request.tokens):
+                end = self._next_end(request, span.num_tokens + budget, len(self.running))
+                if end > span.end:
+                    budget -= end - span.end
+                    self._take_reached(request, end)
+                    span.end = end
+
     def _next_end(self, request: Request, budget: int, spare: int = 0) -> int:
         """Where a step over a request's tokens ends, within a budget and the pages that are free but for `spare`."""
         rooms = [
@@ -175,11 +200,15 @@ class Scheduler:
         """Plans the tokens of a running request up to `end`, and gives it their pages; the number of tokens planned."""
         if end <= request.num_cached:
             return 0
+        self._take_reached(request, end)
+        spans.append(Span(request, request.num_cached, end))
+        return end - request.num_cached
+
+    def _take_reached(self, request: Request, end: int) -> None:
+        """Gives a request the pages of rows with a bounded reach for its tokens up to `end`."""
         for group, held in zip(self.groups, request.held):
             if group.reach.size:
                 self._take_pages(request, group, held, group.missing(held, end))
-        spans.append(Span(request, request.num_cached, end))
-        return end - request.num_cached
 
     def _make_room(self, spans: list[Span], request: Request, budget: int) -> None:
         """Preempts the youngest, planned or not, until a request that would get on within the budget has the pages."""
@@ -191,19 +220,21 @@ class Scheduler:
             self._preempt(self.running[-1])
             spans[:] = [span for span in spans if span.request.status is Status.RUNNING]
 
-    def _admit(self, spans: list[Span], budget: int) -> None:
+    def _admit(self, spans: list[Span], budget: int) -> int:
+        """Lets waiting requests begin; what is left of the budget."""
         while self.waiting and self.slots.num_free and len(self.running) < self.config.max_requests:
             request = next(iter(self.waiting.values()))
             hit = self.prefix.find(request)
             if is_coming(self.prefix, request, hit, self.running):
-                return
+                break
             self._share(request, hit)
             mark_cuts(self.prefix, request, hit.matched, self.waiting.values())
             has_room = self._has_room(request)
-            end = self._next_end(request, budget, len(self.running)) if has_room else 0
+            turn = self._own_turn(request, budget)
+            end = self._next_end(request, turn, len(self.running)) if has_room else 0
             if end <= request.num_cached:
                 self._unshare(request)
-                return
+                break
             del self.waiting[request.arrival]
             request.slot = self.slots.take()
             request.status = Status.RUNNING
@@ -211,6 +242,7 @@ class Scheduler:
             self._begin(request, hit)
             self._grow(request)
             budget -= self._plan(spans, request, end)
+        return budget
 
     def _share(self, request: Request, hit: Hit) -> None:
         request.held = list(hit.held) or [Held() for _ in self.groups]

@@ -1,8 +1,8 @@
 """The causal convolution, and its bare windows, on the GPU.
 
 A tap is read from the packed row, or from the sequence's slot where it lies before this step's first token. One
-program a (block of channels, sequence) does all of a decode step, the new window last, behind a barrier. The tokens
-of a longer row are shared out among several, which only read the old window: a second launch writes the new one.
+program a (block of channels, sequence) does all of a decode step, the new window last, behind a barrier. A longer row
+is cut into tiles of tokens, which only read the old window: a second launch writes the new one.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc, assignment, unreachable"
@@ -17,13 +17,15 @@ from torch import Tensor
 from regraft.kernels.recurrent.triton import (
     optional_strides,
     own_sequence,
+    own_tile,
     rounded,
+    zero_rows,
     zero_rows_of_nobody,
 )
 from regraft.kernels.whole import cdiv, power_of_2
 
-_MAX_PARTS = 64
-"""Programs that share out one sequence's tokens, at most."""
+_TILE = 16
+"""Tokens a program takes of a row that has more than one of some sequence."""
 
 
 def causal_conv_triton(
@@ -90,28 +92,36 @@ def _launch(
         "num_stages": 1,
         "enable_fp_fusion": fusion,
     }
-    rows = 1 if decode_only else 16
-    parts = 1 if decode_only else min(_MAX_PARTS, cdiv(tokens, rows))
     blocks = cdiv(channels, common["BC"])
     state = (x, x.stride(), conv_state, conv_state.stride())
-    conv_kernel[(blocks, parts, seqs)](
-        *state, weight, optional_strides(weight, 2), bias, optional_strides(bias, 1), out, *sequences, tokens,
-        TAPS=width, DILATION=dilation, SILU=silu, STORED=width if weight is None else 1,
-        HANDS_ON=decode_only and kept > 0, BT=rows, num_warps=2 if decode_only else 4, **common,
+    factors = (weight, optional_strides(weight, 2), bias, optional_strides(bias, 1))
+    taps: dict[str, Any] = {
+        "TAPS": width,
+        "DILATION": dilation,
+        "SILU": silu,
+        "STORED": width if weight is None else 1,
+    }
+    if decode_only:
+        step_kernel[(blocks, 1, seqs)](
+            *state, *factors, out, *sequences, tokens, HANDS_ON=kept > 0, num_warps=2, **taps, **common
+        )  # fmt: skip
+        return
+    tile_kernel[(tokens // _TILE + seqs, blocks)](
+        *state, *factors, out, *sequences, seqs, tokens, BT=_TILE, R=power_of_2(seqs), num_warps=4, **taps, **common
     )  # fmt: skip
-    if kept and not decode_only:
+    if kept:
         hand_on_kernel[(blocks, 1, seqs)](*state, *sequences, num_warps=2, **common)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def conv_kernel(
+def step_kernel(
     x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
-    STORED: tl.constexpr, HANDS_ON: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    STORED: tl.constexpr, HANDS_ON: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """One program a (block of BC channels, share of the tokens, sequence). Without a weight the taps themselves are
-    stored: STORED numbers a channel.
+    """One program a (block of BC channels, sequence), meant for one token each. Without a weight the taps themselves
+    are stored: STORED numbers a channel.
     """
     c_C = tl.program_id(0) * BC + tl.arange(0, BC)
     is_in_C = c_C < CHANNELS
@@ -125,30 +135,60 @@ def conv_kernel(
         else:
             several_tokens(
                 x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
-                start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, HANDS_ON, BT, BW,
+                start, start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, 1,
+            )  # fmt: skip
+            hand_on_alone(
+                x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW
             )  # fmt: skip
     else:
         several_tokens(
             x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
-            start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, HANDS_ON, BT, BW,
+            start, start, end, slot, context, c_C, is_in_C, CHANNELS, KEPT, TAPS, DILATION, SILU, 1,
         )  # fmt: skip
-    zero_shared_rows_of_nobody(
-        out_ptr, cu_seqlens_ptr, num_tokens, c_C, is_in_C, CHANNELS, STORED
+        if HANDS_ON:
+            hand_on_alone(
+                x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW
+            )  # fmt: skip
+    for j in tl.static_range(STORED):
+        zero_rows_of_nobody(
+            out_ptr, cu_seqlens_ptr, num_tokens, CHANNELS * STORED, c_C * STORED + j, is_in_C
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def tile_kernel(
+    x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+    cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_seqs, num_tokens,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
+    STORED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """One program a (tile of BT tokens of a sequence, block of BC channels)."""
+    c_C = tl.program_id(1) * BC + tl.arange(0, BC)
+    is_in_C = c_C < CHANNELS
+    seq, start, begin, end = own_tile(cu_seqlens_ptr, num_seqs, BT, R)
+    slot = tl.load(state_slots_ptr + seq).to(tl.int64)
+    several_tokens(
+        x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
+        start, begin, end, slot, tl.load(context_lens_ptr + seq), c_C, is_in_C,
+        CHANNELS, KEPT, TAPS, DILATION, SILU, BT,
     )  # fmt: skip
+    first = tl.load(cu_seqlens_ptr + num_seqs) + tl.program_id(0)
+    for j in tl.static_range(STORED):
+        at_C = c_C * STORED + j
+        zero_rows(out_ptr, first, tl.num_programs(0), num_tokens, CHANNELS * STORED, at_C, is_in_C)
 
 
 @triton.jit
 def several_tokens(
     x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
-    start, end, slot, context, c_C, is_in_C,
+    start, first, end, slot, context, c_C, is_in_C,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
-    HANDS_ON: tl.constexpr, BT: tl.constexpr, BW: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
-    """A program's share of a sequence's tokens, BT a tile."""
+    """Tokens `first` to `end` of a sequence that begins at `start`, BT a tile."""
     t_T = tl.arange(0, BT)
-    first, step = start + tl.program_id(1) * BT, tl.num_programs(1) * BT
     token = first.to(tl.int64)
-    for _ in range(first, end, step):
+    for _ in range(first, end, BT):
         is_in_TC = (token + t_T < end)[:, None] & is_in_C[None, :]
         to_TC = t_T[:, None] * CHANNELS + c_C[None, :]
         sum_TC = tl.zeros([BT, c_C.shape[0]], tl.float32)
@@ -172,11 +212,7 @@ def several_tokens(
             sum_TC = activated(sum_TC, weight_ptr.dtype.element_ty, SILU)
             to_TC = out_ptr + token * CHANNELS + to_TC
             tl.store(to_TC, sum_TC.to(out_ptr.dtype.element_ty), mask=is_in_TC)
-        token += step
-    if HANDS_ON:
-        # Every thread has read the old window before one writes the new one.
-        tl.debug_barrier()
-        hand_on(x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW)
+        token += BT
 
 
 @triton.jit
@@ -235,6 +271,16 @@ def hand_on_kernel(
 
 
 @triton.jit
+def hand_on_alone(
+    x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C,
+    KEPT: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """As `hand_on`, in the program that reads the old window: when every thread has."""
+    tl.debug_barrier()
+    hand_on(x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C, KEPT, BW)
+
+
+@triton.jit
 def hand_on(
     x_ptr, x_by, state_ptr, state_by, start, end, slot, context, c_C, is_in_C,
     KEPT: tl.constexpr, BW: tl.constexpr,
@@ -270,15 +316,3 @@ def load_inputs(
         old_TC = tl.load(state_at + c_C[None, :] * state_by[1], mask=is_old_TC, other=0.0)
         new_TC = tl.where(is_new_T[:, None], new_TC, old_TC)
     return new_TC
-
-
-@triton.jit
-def zero_shared_rows_of_nobody(
-    out_ptr, cu_seqlens_ptr, num_tokens, c_C, is_in_C, CHANNELS: tl.constexpr, STORED: tl.constexpr
-):  # fmt: skip
-    """As `zero_rows_of_nobody`, by the programs of the first share of the tokens; STORED numbers a channel."""
-    if tl.program_id(1) == 0:
-        for j in tl.static_range(STORED):
-            zero_rows_of_nobody(
-                out_ptr, cu_seqlens_ptr, num_tokens, CHANNELS * STORED, c_C * STORED + j, is_in_C
-            )  # fmt: skip

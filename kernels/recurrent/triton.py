@@ -44,15 +44,40 @@ def own_state(
 
 
 @triton.jit
+def own_tile(cu_seqlens_ptr, num_seqs, T: tl.constexpr, R: tl.constexpr):
+    """Of the tile with this program's number: its sequence, that one's first token, and the tile's first token and the
+    one behind its last, which is not behind the first if it is empty. R is a power of two of at least num_seqs.
+
+    A row of N tokens of R sequences has at most N // T + R tiles of T tokens: cu_seqlens[r] // T + r is the first of
+    sequence r. There are a few too many, but nothing has to be counted, and no value has to be known on the host.
+    """
+    tile = tl.program_id(0)
+    r_R = tl.arange(0, R)
+    start_R = tl.load(cu_seqlens_ptr + r_R, mask=r_R < num_seqs, other=0)
+    first_R = tl.where(r_R < num_seqs, start_R // T + r_R, 2147483647)
+    seq = tl.sum((first_R <= tile).to(tl.int32), 0) - 1
+    start = tl.load(cu_seqlens_ptr + seq)
+    end = tl.load(cu_seqlens_ptr + seq + 1)
+    begin = start + (tile - start // T - seq) * T
+    return seq, start, begin, tl.minimum(end, begin + T)
+
+
+@triton.jit
 def zero_rows_of_nobody(out_ptr, cu_seqlens_ptr, num_tokens, row_size, at_V, is_in_V):
     """Zero this program's columns in the rows behind the last sequence's tokens. Sequences share those rows out."""
     share = tl.num_programs(2)
     first = tl.load(cu_seqlens_ptr + share) + tl.program_id(2)
+    zero_rows(out_ptr, first, share, num_tokens, row_size, at_V, is_in_V)
+
+
+@triton.jit
+def zero_rows(out_ptr, first, step, num_tokens, row_size, at_V, is_in_V):
+    """Zero columns of the rows `first`, `first` + `step` and so on."""
     row = first.to(tl.int64)
     zero_V = tl.zeros(at_V.shape, tl.float32).to(out_ptr.dtype.element_ty)
-    for _ in range(first, num_tokens, share):
+    for _ in range(first, num_tokens, step):
         tl.store(out_ptr + row * row_size + at_V, zero_V, mask=is_in_V)
-        row += share
+        row += step
 
 
 @triton.jit

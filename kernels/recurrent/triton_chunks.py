@@ -1,8 +1,6 @@
 """What the chunked forms share on the GPU: sequences cut into chunks from their own first token, by shapes alone.
 
-A row of N tokens of R sequences has at most N // C + R chunks of C tokens. Chunk cu_seqlens[r] // C + r is the first of
-sequence r: there are a few too many, but nothing has to be counted, and no value has to be known on the host. One-token
-sequences are left to the step kernels, which stay exact.
+One-token sequences are left to the step kernels, which stay exact.
 """
 
 # mypy: disable-error-code="no-untyped-def, misc"
@@ -11,6 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from .triton import own_tile
 
 _LONGEST_ROW_OF_STEPS = 32
 """Tokens beyond one a sequence from which chunks pay, the sequences being unknown."""
@@ -40,19 +40,12 @@ def goes_by_chunks(cu_seqlens_ptr, num_seqs, long, R: tl.constexpr):
 
 @triton.jit
 def own_chunk(cu_seqlens_ptr, num_seqs, C: tl.constexpr, R: tl.constexpr):
-    """Of the chunk with this program's number: its first token and the one behind its last, the same if it is empty or
-    its sequence has one token. R is a power of two of at least num_seqs.
+    """Of the chunk with this program's number: its first token and the one behind its last, not behind the first if it
+    is empty or its sequence has one token. See `own_tile`.
     """
-    chunk = tl.program_id(0)
-    r_R = tl.arange(0, R)
-    start_R = tl.load(cu_seqlens_ptr + r_R, mask=r_R < num_seqs, other=0)
-    first_R = tl.where(r_R < num_seqs, start_R // C + r_R, 2147483647)
-    seq = tl.sum((first_R <= chunk).to(tl.int32), 0) - 1
-    start = tl.load(cu_seqlens_ptr + seq)
-    end = tl.load(cu_seqlens_ptr + seq + 1)
-    begin = start + (chunk - start // C - seq) * C
-    end = tl.where(end - start == 1, begin, tl.minimum(end, begin + C))
-    return begin, end
+    seq, start, begin, end = own_tile(cu_seqlens_ptr, num_seqs, C, R)
+    is_one = tl.load(cu_seqlens_ptr + seq + 1) - start == 1
+    return begin, tl.where(is_one, begin, end)
 
 
 @triton.jit

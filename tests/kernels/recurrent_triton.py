@@ -436,7 +436,7 @@ KERNELS = {
     "decayed_linear.triton": ("linear_kernel", "linear_chunk_kernel"),
     "ssd.triton": ("ssd_kernel", "ssd_chunk_kernel"),
     "selective_scan.triton": ("selective_kernel",),
-    "causal_conv.triton": ("conv_kernel", "hand_on_kernel"),
+    "causal_conv.triton": ("step_kernel", "tile_kernel", "hand_on_kernel"),
 }
 
 

@@ -67,18 +67,20 @@ def test_graphs_of_any_bucket_run_what_was_compiled(name, monkeypatch):
     bodies = runner._compiled.num_compiled
     runner._graphs = cuda_graphs.StepGraphs(
         runner._compiled, runner.pools, runner.last_tokens, 8, 40, called_again,
-        reaches=reaches_of(engine.model.rows), full_tokens=16,
+        reaches=reaches_of(engine.model.rows), max_tokens=64,
     )  # fmt: skip
     texts = [FAMILIES[name].prompt(n, seed=n).tolist() for n in LENGTHS]
     expected = reference_logits(model, texts)
     for found, wanted in zip(engine.score(texts, schedule="decode"), expected):
         assert (found - wanted).abs().max() <= 1e-4
-    assert {width for *_, width in runner._graphs._recorded} == {3, 8, 40}
-    prompt = FAMILIES[name].prompt(16).tolist()
-    (logits,) = reference_logits(model, [prompt])
-    (output,) = engine.generate([prompt], max_new_tokens=2, do_sample=False)
-    assert output.token_ids[0] == int(logits[-1].argmax())
-    assert [key for key in runner._graphs._recorded if key[0] == 16] == [(16, 2, 8)]
+    assert {key.width for key in runner._graphs._recorded} == {3, 8, 40}
+    for length in (16, 16, 13):  # the last one fills its bucket up with another sequence
+        prompt = FAMILIES[name].prompt(length).tolist()
+        (logits,) = reference_logits(model, [prompt])
+        (output,) = engine.generate([prompt], max_new_tokens=2, do_sample=False)
+        assert output.token_ids[0] == int(logits[-1].argmax())
+    with_prompts = [key for key in runner._graphs._recorded if not key.is_decode]
+    assert with_prompts == [(16, 2, 8, False)]
     assert runner._compiled.num_compiled == bodies
     assert engine.report.notes == []
     runner._graphs = None

@@ -25,17 +25,17 @@ def use_graphs(engine, monkeypatch, recorder=called_again):
     runner = engine._loop.runner
     runner._graphs = StepGraphs(
         engine.model.forward, runner.pools, runner.last_tokens, engine.config.max_requests, 60, recorder,
-        explain=lambda inputs: "toy.item", full_tokens=engine.config.max_batch_tokens,
+        explain=lambda inputs: "toy.item", max_tokens=engine.config.max_batch_tokens,
     )  # fmt: skip
     return runner
 
 
 def decode_steps(runner):
-    return [key for key in runner._graphs._recorded if key[0] == key[1]]
+    return [key[:3] for key in runner._graphs._recorded if key.is_decode]
 
 
-def full_steps(runner):
-    return [key for key in runner._graphs._recorded if key[0] > key[1]]
+def steps_with_prompts(runner):
+    return [key[:3] for key in runner._graphs._recorded if not key.is_decode]
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 9, 100, 128, 1000])
@@ -58,8 +58,7 @@ def test_a_crowd_gets_what_a_run_alone_gives(number, overlaps, monkeypatch):
     crowd.run(200)
     crowd.check()
     assert decode_steps(runner)
-    # Of the others, a step that is full has as many tokens as a bucket has sequences, or is rare.
-    assert number != 1 or {key[:2] for key in full_steps(runner)} == {(8, 2), (8, 3)}
+    assert steps_with_prompts(runner)
 
 
 def test_a_batch_that_shrinks_to_one_and_grows_again(monkeypatch):
@@ -85,6 +84,22 @@ def test_long_sequences_have_a_graph_of_their_own(monkeypatch):
     assert decode_steps(runner) == [(2, 2, 2), (2, 2, 5), (2, 2, 60)]
 
 
+def test_a_step_with_prompts_is_filled_up_to_its_bucket(monkeypatch):
+    engine = make_engine(max_batch_tokens=64, chunk_size=4, max_requests=4)
+    runner = use_graphs(engine, monkeypatch)
+    # Tokens of two prompts, and the buckets then recorded: another sequence takes what lacks to a multiple of four.
+    for length, graphs in (
+        (61, set()), (62, {(64, 4)}), (64, {(64, 4)}), (64, {(64, 4), (64, 2)}), (57, {(64, 4), (64, 2)}),
+        (59, {(64, 4), (64, 2), (60, 4)}),
+    ):  # fmt: skip
+        prompts = [list(range(40)), list(range(length - 40))]
+        outputs = engine.generate(prompts, max_new_tokens=2)
+        for prompt, output in zip(prompts, outputs):
+            assert output.token_ids == ToyModel().continue_greedily(prompt, 2)
+        assert {key[:2] for key in steps_with_prompts(runner)} == graphs, length
+    assert_idle(engine)
+
+
 def refuse(call):
     raise CaptureError("operation not permitted when stream is capturing")
 
@@ -100,8 +115,8 @@ def test_a_step_that_cannot_be_recorded_runs_without_and_says_so(monkeypatch):
     )
 
 
-def test_a_full_step_that_cannot_be_recorded_leaves_decode_steps_alone(monkeypatch):
-    def refuse_full(call):
+def test_a_step_with_prompts_that_cannot_be_recorded_leaves_decode_steps_alone(monkeypatch):
+    def refuse_first(call):
         if num_calls[0] == 0:
             num_calls[0] += 1
             refuse(call)
@@ -109,13 +124,15 @@ def test_a_full_step_that_cannot_be_recorded_leaves_decode_steps_alone(monkeypat
 
     num_calls = [0]
     engine = make_engine(max_batch_tokens=16, max_requests=4)
-    runner = use_graphs(engine, monkeypatch, refuse_full)
+    runner = use_graphs(engine, monkeypatch, refuse_first)
     (output,) = engine.generate([list(range(40))], max_new_tokens=4)
     assert output.token_ids == ToyModel().continue_greedily(list(range(40)), 4)
     (note,) = runner._notes
-    assert note.startswith("full steps run without CUDA graphs: toy.item cannot be recorded: oper")
+    assert note.startswith(
+        "steps with prompts run without CUDA graphs: toy.item cannot be recorded: oper"
+    )
     assert decode_steps(runner)
-    assert not full_steps(runner)
+    assert not steps_with_prompts(runner)
 
 
 def test_a_step_that_must_be_recorded_and_cannot_is_an_error(monkeypatch):

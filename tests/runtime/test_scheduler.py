@@ -15,11 +15,14 @@ from regraft.runtime.sampling_params import SamplingParams
 from regraft.runtime.scheduler import Scheduler
 
 
-def make_scheduler(*, budget=32, chunk=8, requests=8, pages=100, page_size=4, switch=()):
+def make_scheduler(
+    *, budget=32, chunk=8, requests=8, pages=100, page_size=4, switch=(), has_states=False
+):
     config = EngineConfig(
         max_batch_tokens=budget, chunk_size=chunk, max_requests=requests, page_size=page_size
     )
-    return Scheduler(config, Capacity({Reach(): 1 + pages}, page_size, 1 + requests), switch)
+    capacity = Capacity({Reach(): 1 + pages}, page_size, 1 + requests)
+    return Scheduler(config, capacity, switch, has_states=has_states)
 
 
 def make_request(number, length, new=4):
@@ -53,6 +56,29 @@ def test_prompts_are_packed_with_decodes_and_cut_at_multiples_of_the_chunk():
     assert run_step(scheduler) == [("r0", 0, 5), ("r1", 0, 24), ("r2", 0, 3)]
     assert run_step(scheduler) == [("r0", 5, 6), ("r2", 3, 4), ("r1", 24, 50)]
     assert run_step(scheduler) == [("r0", 6, 7), ("r1", 50, 51), ("r2", 4, 5)]
+
+
+def test_prompts_of_a_model_with_states_take_turns(monkeypatch):
+    monkeypatch.setattr("regraft.runtime.scheduler.TURN", 16)
+    scheduler = make_scheduler(budget=64, chunk=8, has_states=True)
+    for number, length in enumerate([100, 41, 3, 30]):
+        scheduler.add(make_request(number, length))
+    # Each 16 at first; the 13 that are left then go to the oldest, in whole chunks.
+    assert run_step(scheduler) == [("r0", 0, 24), ("r1", 0, 16), ("r2", 0, 3), ("r3", 0, 16)]
+    assert run_step(scheduler) == [("r2", 3, 4), ("r0", 24, 56), ("r1", 16, 32), ("r3", 16, 30)]
+    # Alone, or beside those that need little, a prompt has the whole step.
+    assert run_step(scheduler) == [
+        ("r2", 4, 5), ("r3", 30, 31), ("r0", 56, 100), ("r1", 32, 41)
+    ]  # fmt: skip
+
+
+def test_a_chunk_that_may_not_be_cut_is_longer_than_a_turn(monkeypatch):
+    monkeypatch.setattr("regraft.runtime.scheduler.TURN", 4)
+    scheduler = make_scheduler(budget=32, chunk=8, has_states=True)
+    scheduler.add(ScoreRequest("s", 0, [1] * 40, [20, 40], torch.empty(40, 2)))
+    scheduler.add(make_request(1, 30))
+    assert run_step(scheduler) == [("s", 0, 20), ("r1", 0, 8)]
+    assert run_step(scheduler) == [("s", 20, 40), ("r1", 8, 16)]
 
 
 def test_the_oldest_prompt_gets_on_however_many_requests_decode():
