@@ -72,7 +72,7 @@ class Scheduler:
             switch_lengths,
             is_on=config.prefix_cache,
         )
-        self._turn = TURN if has_states else config.max_batch_tokens
+        self._turn = max(TURN, config.chunk_size) if has_states else config.max_batch_tokens
         self._switch_lengths = frozenset(switch_lengths)
         self._restores: dict[int, int] = {}
         self._saves: dict[int, int] = {}
@@ -177,15 +177,22 @@ class Scheduler:
         return min(budget, max(self._turn, request.quantum(self.config.chunk_size)))
 
     def _extend(self, spans: Sequence[Span], budget: int) -> None:
-        """Hands what is left of a step's tokens to its unfinished prompts, oldest first."""
-        for span in spans:
-            request = span.request
-            if budget and span.end < len(request.tokens):
-                end = self._next_end(request, span.num_tokens + budget, len(self.running))
-                if end > span.end:
-                    budget -= end - span.end
-                    self._take_reached(request, end)
-                    span.end = end
+        """Hands what is left of a step's tokens to its unfinished prompts, in further turns, oldest first."""
+        growing = [span for span in spans if span.end < len(span.request.tokens)]
+        before = -1
+        while budget != before:
+            before = budget
+            for span in growing:
+                budget -= self._lengthen(span, min(budget, self._turn))
+
+    def _lengthen(self, span: Span, budget: int) -> int:
+        """Plans up to `budget` tokens more of a planned request; their number."""
+        request, before = span.request, span.end
+        end = self._next_end(request, span.num_tokens + budget, len(self.running))
+        if end > before:
+            self._take_reached(request, end)
+            span.end = end
+        return span.end - before
 
     def _next_end(self, request: Request, budget: int, spare: int = 0) -> int:
         """Where a step over a request's tokens ends, within a budget and the pages that are free but for `spare`."""

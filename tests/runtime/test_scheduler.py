@@ -72,6 +72,16 @@ def test_prompts_of_a_model_with_states_take_turns(monkeypatch):
     ]  # fmt: skip
 
 
+def test_what_a_step_has_left_goes_round_in_turns(monkeypatch):
+    monkeypatch.setattr("regraft.runtime.scheduler.TURN", 8)
+    scheduler = make_scheduler(budget=64, chunk=8, has_states=True)
+    for number in range(3):
+        scheduler.add(make_request(number, 50))
+    assert run_step(scheduler) == [("r0", 0, 24), ("r1", 0, 24), ("r2", 0, 16)]
+    assert run_step(scheduler) == [("r0", 24, 48), ("r1", 24, 48), ("r2", 16, 32)]
+    assert run_step(scheduler) == [("r0", 48, 50), ("r1", 48, 50), ("r2", 32, 50)]
+
+
 def test_a_chunk_that_may_not_be_cut_is_longer_than_a_turn(monkeypatch):
     monkeypatch.setattr("regraft.runtime.scheduler.TURN", 4)
     scheduler = make_scheduler(budget=32, chunk=8, has_states=True)
