@@ -14,9 +14,15 @@ from regraft.rewriter.declare import Reach, reaches_of
 from .config import EngineConfig
 from .page_groups import most_pages
 from .runner import RewrittenModel
+from .step_memory import step_bytes
 
 _CPU_SHARE = 0.25
-_ACCELERATOR_SHARE = 0.85
+_ACCELERATOR_SHARE = 0.9
+
+_PEAKS = 2
+"""Steps whose memory is left free on a GPU, of the largest size: graphs have memory of their own, and so have steps
+that run without one.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
         num_pages = 1 + -(-config.cache_tokens // page_size) if page_size else 1
         pages = _pages_by_reach(num_pages, page_bytes, config)
         return Capacity(pages, page_size, 1 + config.max_requests, checkpoints)
-    budget = _budget(config, model.device)
+    reserved = _PEAKS * step_bytes(model, config)
+    budget = _budget(config, model.device, reserved)
     # States of recurrent models are large: they may take half of what they share with rows.
     share = budget // 2 if page_size else budget
     num_slots = 1 + config.max_requests
@@ -75,8 +82,9 @@ def plan_capacity(config: EngineConfig, model: RewrittenModel) -> Capacity:
     if num_slots < 2 or (page_size and num_pages < 2):
         token_bytes = sum(row.num_bytes for row in model.rows)
         raise ValueError(
-            f"{budget} bytes hold no request (a token takes {token_bytes} bytes, a request "
-            f"{state_bytes} more): raise memory_fraction={config.memory_fraction} or free memory"
+            f"{budget} bytes hold no request (a token takes {token_bytes} bytes, a request {state_bytes} more"
+            + (f", and {reserved} are kept for the steps themselves" if reserved else "")
+            + f"): raise memory_fraction={config.memory_fraction} or free memory"
         )
     pages = _pages_by_reach(num_pages, page_bytes, config)
     return Capacity(pages, page_size, num_slots, checkpoints)
@@ -128,8 +136,8 @@ def _most_checkpoints(config: EngineConfig) -> int:
     return config.max_requests if wanted is None else wanted
 
 
-def _budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes that the caches may take."""
+def _budget(config: EngineConfig, device: torch.device, reserved: int) -> int:
+    """Bytes that the caches may take, with so many left to the steps."""
     if device.type == "cuda":
         free, share = torch.cuda.mem_get_info(device)[0], _ACCELERATOR_SHARE
     elif device.type == "cpu":
@@ -139,7 +147,7 @@ def _budget(config: EngineConfig, device: torch.device) -> int:
             f"how much memory is free on {device} is unknown: give cache_tokens instead of "
             "memory_fraction"
         )
-    return int(free * (config.memory_fraction or share))
+    return int(max(0, free - reserved) * (config.memory_fraction or share))
 
 
 def _free_host_memory() -> int:

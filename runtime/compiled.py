@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
 
-from regraft.rewriter.declare import PAGED_FIELDS, RowSpec, StateSpec, field_of, reaches_of
+from regraft.rewriter.declare import RowSpec, StateSpec
 
 from .program import Body, Program
+from .scratch import scratch_step
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -58,7 +58,7 @@ class CompiledProgram:
     ) -> None:
         self.num_compiled = 0
         self._is_final = False
-        self._compiler = compiler or torch._inductor.compile
+        self._compiler = compiler or _inductor
         self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)
@@ -99,7 +99,7 @@ class CompiledProgram:
     def _warm_up(self, model: GraphModel, pools: Mapping[str, torch.Tensor]) -> None:
         page_size = max((pools[row.name].shape[1] for row in model.rows), default=1)
         taken = {size for pool in pools.values() for size in pool.shape[:1]}
-        batches = [{**_scratch(sizes, page_size, model, taken), **pools} for sizes in _SIZES]
+        batches = [{**scratch_step(sizes, page_size, model, taken), **pools} for sizes in _SIZES]
         varying = self._varying(batches)
         self._add_pools(varying, pools)
         self._mark(batches[0], varying)
@@ -168,36 +168,12 @@ class CompiledProgram:
         self._eager = set()
 
 
-def _scratch(
-    sizes: tuple[int, int, int, int],
-    page_size: int,
-    model: GraphModel,
-    taken: set[int],
-) -> dict[str, torch.Tensor]:
-    """Metadata of a step that touches nothing but the scratch page and slot; no size of it is one of `taken`."""
-    tokens, seqs, rows, pages = sizes
-    tokens, device = max(tokens, model.min_tokens), model.device
-    pages += -(-tokens // (seqs * max(page_size, 1)))  # host code reads the pages of all tokens
-    while taken & {tokens, seqs, rows, pages}:
-        tokens, seqs, rows, pages = tokens + 1, seqs + 1, rows + 1, pages + 1
-    ends = [tokens * i // seqs for i in range(seqs + 1)]
-    positions = [at for one, two in pairwise(ends) for at in range(two - one)]
-    long, short = torch.int64, torch.int32
-    paged = (
-        torch.zeros(seqs, pages, dtype=short, device=device),
-        torch.arange(tokens, device=device) % max(page_size, 1),
+def _inductor(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """Inductor. On a GPU that can, a kernel's blocks are launched while the kernel before it ends, and wait for it
+    before they touch memory: 3 % of a decode step of Qwen3-8B's shape on an H200.
+    """
+    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    has = hasattr(torch._inductor.config.triton, "enable_pdl")
+    return torch._inductor.compile(
+        graph, examples, options={"triton.enable_pdl": True} if can and has else None
     )
-    return {
-        "input_ids": torch.zeros(1, tokens, dtype=long, device=device),
-        "position_ids": torch.tensor([positions], dtype=long, device=device),
-        "cu_seqlens": torch.tensor(ends, dtype=short, device=device),
-        "context_lens": torch.zeros(seqs, dtype=short, device=device),
-        **{
-            field_of(name, reach): tensor.clone()
-            for reach in reaches_of(model.rows)
-            for name, tensor in zip(PAGED_FIELDS, paged)
-        },
-        "state_slots": torch.zeros(seqs, dtype=long, device=device),
-        "extents": torch.full((seqs,), tokens, dtype=long, device=device),
-        "logits_rows": torch.arange(rows, device=device),
-    }

@@ -34,8 +34,9 @@ class EngineConfig:
 
     memory_fraction: float | None = None
     """Share of the device's free memory, when the engine starts, that rows and states may take
-    together (above 0, at most 1; default None: 0.85 on an accelerator, 0.25 on the CPU). They
-    never take more than `max_requests` requests of full length can use."""
+    together (above 0, at most 1; default None: 0.9 on an accelerator, 0.25 on the CPU). On a GPU that is
+    of what the largest step leaves, whose needs are measured first. They never take more than
+    `max_requests` requests of full length can use."""
 
     chunk_size: int = None  # type: ignore[assignment]  # a number once the others are known
     """A prompt that does not fit into one step is cut at multiples of this, counted from its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
@@ -70,13 +71,7 @@ class Runner:
         notes: list[str] | None = None,
     ) -> None:
         self.model = model
-        self.pools: dict[str, torch.Tensor] = {}
-        for row in model.rows:
-            shape = row.pool_shape(capacity.pages[row.reach], capacity.page_size)
-            self.pools[row.name] = _zeros(shape, row.dtype, model.device)
-        for state in model.states:
-            shape = (capacity.num_slots + capacity.num_checkpoints, *state.shape)
-            self.pools[state.name] = _zeros(shape, state.dtype, model.device)
+        self.pools = _make_pools(model, capacity)
         self.last_tokens = torch.zeros(capacity.num_slots, dtype=torch.int64, device=model.device)
         """By slot, the token that was chosen last: what a PENDING token stands for."""
         self._notes = notes if notes is not None else []
@@ -188,6 +183,25 @@ class Runner:
             max_tokens=config.max_batch_tokens,
             explain=partial(operator_that_waits, self._compiled.program),
         )
+
+
+def _make_pools(model: RewrittenModel, capacity: Capacity) -> dict[str, torch.Tensor]:
+    """The caches by name; ValueError if a GPU has no room for them."""
+    shapes = {
+        row.name: (row.pool_shape(capacity.pages[row.reach], capacity.page_size), row.dtype)
+        for row in model.rows
+    } | {
+        state.name: ((capacity.num_slots + capacity.num_checkpoints, *state.shape), state.dtype)
+        for state in model.states
+    }
+    try:
+        return {name: _zeros(*wanted, model.device) for name, wanted in shapes.items()}
+    except torch.OutOfMemoryError as error:
+        wanted = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
+        raise ValueError(
+            f"the caches take {wanted} bytes, which {model.device} has not: lower cache_tokens, memory_fraction or "
+            f"max_requests ({error})"
+        ) from error
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

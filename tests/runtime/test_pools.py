@@ -13,6 +13,7 @@ from regraft.runtime.config import EngineConfig
 from regraft.runtime.pages import BlockTables, PagePool
 from regraft.runtime.runner import Runner
 from regraft.runtime.states import SlotPool
+from regraft.runtime.step_memory import step_bytes
 from tests.runtime.toy import ToyModel
 
 
@@ -87,6 +88,63 @@ def test_capacity_from_memory(monkeypatch):
     monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 3000)
     with pytest.raises(ValueError, match=r"750 bytes hold no request .* 100 bytes, .* 1000 more"):
         plan_capacity(EngineConfig(page_size=10), model)
+
+
+def test_what_steps_take_is_kept_free(monkeypatch):
+    monkeypatch.setattr(capacity_module, "_free_host_memory", lambda: 100_000)
+    monkeypatch.setattr(capacity_module, "step_bytes", lambda model, config: 20_000)
+    model = ToyModel(max_positions=None)
+    model.rows, model.states = (RowSpec("r", (25,), torch.float32),), ()  # 100 bytes a token
+    config = EngineConfig(memory_fraction=0.5, page_size=10)
+    # Half of the 60,000 that two steps leave.
+    assert plan_capacity(config, model).pages[Reach()] == 30
+    monkeypatch.setattr(capacity_module, "step_bytes", lambda model, config: 50_000)
+    with pytest.raises(
+        ValueError, match=r"0 bytes hold no request .* and 100000 are kept for the "
+    ):
+        plan_capacity(config, model)
+
+
+def test_caches_that_do_not_fit_are_named(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("regraft.runtime.runner._zeros", full)
+    model = ToyModel()
+    planned = plan_capacity(EngineConfig(cache_tokens=64), model)
+    with pytest.raises(
+        ValueError, match=r"the caches take \d+ bytes, which cpu has not: lower cache_"
+    ):
+        Runner(model, planned)
+
+
+class Hungry:
+    """Takes 64 MB for a moment, and so many bytes for each token."""
+
+    device = torch.device("cuda")
+    rows, states = (RowSpec("r", (25,), torch.float32),), (StateSpec("s", (9,), torch.float32),)
+    min_tokens = bytes_a_token = 1
+
+    def forward(self, inputs):
+        assert len(inputs["context_lens"]) == len(inputs["logits_rows"]) == 128
+        torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+        tokens = inputs["input_ids"].shape[1]
+        return torch.empty(tokens, self.bytes_a_token, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.gpu
+def test_a_largest_step_is_measured():
+    model, config = Hungry(), EngineConfig()
+    before = torch.cuda.memory_allocated()
+    assert 64 << 20 <= step_bytes(model, config) < 65 << 20
+    model.bytes_a_token = 1 << 20
+    assert 2 << 30 <= step_bytes(model, config) < 3 << 30
+    model.bytes_a_token = 1 << 30  # 2 TB
+    with pytest.raises(
+        ValueError, match=r"max_batch_tokens=2048 tokens .* does not fit into the \d+"
+    ):
+        step_bytes(model, config)
+    assert torch.cuda.memory_allocated() == before
 
 
 @pytest.mark.parametrize(("page_size", "rows"), [(16, 1), (128, 1), (129, 2), (256, 2)])
