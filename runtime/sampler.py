@@ -1,8 +1,11 @@
 """Chooses the next token of each request from its row of logits.
 
 Rows are independent: what a request gets depends on its own logits, history, settings and random
-numbers only, however the others in the step are chosen. Greedy rows go through one argmax, sampled
-rows with equal settings through one call of each warper.
+numbers only, however the others in the step are chosen. Greedy rows go through one argmax. On a GPU
+rows sampled by temperature, top-k, top-p and min-p go through one `draw`, whatever their settings;
+elsewhere, and with other warpers, those with equal settings through one call of each warper. A token
+is where the sum of probabilities, in the order of ids, passes the request's random number, so that a
+seed means the same everywhere, as far as logits are the same.
 """
 
 from __future__ import annotations
@@ -10,24 +13,35 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from regraft.kernels.sampling import greedy
+from regraft.kernels.sampling import draw, greedy
 
 from .errors import described
 from .processors import build_processors, build_warpers, divisor_of
 from .request import Request, likeliest
-from .sampling_params import WarpParams
+from .sampling_params import SamplingParams, WarpParams
+from .staging import upload
 
 logger = logging.getLogger(__name__)
 
 _MOST_CANDIDATES = 1024
 _FEW_CANDIDATES = 256
 _SPARE_CANDIDATES = 16
-_MASS_MARGIN = 1e-5
 _BLOCK = 2048
+
+
+class _Way(Enum):
+    """How a token is chosen, if by no warpers: rows of one way are chosen together."""
+
+    BEST = auto()
+    BEST_WITH_LOGPROB = auto()
+    DRAWN = auto()
 
 
 def prepare(request: Request, vocab_size: int, device: torch.device, seed: Sequence[int]) -> None:
@@ -59,25 +73,25 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
 def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
     """As `sample`, left on the device: tokens int64 and log-probabilities float32, [len(requests)].
 
-    Of greedy requests that want neither log-probabilities nor processors the host reads nothing.
+    On a GPU the host reads nothing, and waits for nothing, but where a request has processors, other
+    warpers than the common ones, or wants `top_logprobs`.
     """
-    if logits.is_cuda and all(_is_plain(request) for request in requests):
+    if _has_operators(logits) and all(_is_plain(request) for request in requests):
         tokens, best = greedy(logits)
         return tokens, best * 0  # NaN where the logits are not finite
+    # In float32 whoever is beside it: an operator may add up rows of another dtype otherwise.
     scores = _process(logits.float(), requests)
     _note_likeliest(scores, requests)
-    groups: dict[tuple[WarpParams | None, bool], list[int]] = {}
+    groups: dict[_Way | WarpParams, list[int]] = {}
     for i, request in enumerate(requests):
-        params = request.params
-        key = (params.warp, True) if params.do_sample else (None, params.logprobs)
-        groups.setdefault(key, []).append(i)
+        groups.setdefault(_way_of(request.params, scores), []).append(i)
     if len(groups) == 1:
-        return _choose(scores, *next(iter(groups)), requests)
+        return _choose(scores, next(iter(groups)), requests)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=scores.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=scores.device)
-    for (warp, wanted), rows in groups.items():
-        group = [requests[i] for i in rows]
-        tokens[rows], logprobs[rows] = _choose(scores[rows], warp, wanted, group)
+    for way, rows in groups.items():
+        group, at = [requests[i] for i in rows], _on_device(rows, scores.device)
+        tokens[at], logprobs[at] = _choose(scores[at], way, group)
     return tokens, logprobs
 
 
@@ -86,8 +100,9 @@ def choose_each(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `choose`, row by row: torch divides a sum by the number of rows beside it, and by where in memory a row lies.
 
-    On a GPU the rows that want the best token are chosen together: nothing is summed but log-probabilities, where that
-    was found to be the same for any number of rows.
+    On a GPU there are rows that are chosen together. Those that want the best token: nothing is summed but
+    log-probabilities, where that was found to be the same for any number of rows. And those drawn by `draw`, to which a
+    row is all there is, unless they have processors, or want `top_logprobs`, which are torch's.
     """
     together = [i for i, request in enumerate(requests) if _is_steady(request, logits)]
     if len(together) == len(requests):
@@ -95,27 +110,37 @@ def choose_each(
     tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=logits.device)
     if together:
-        group = [requests[i] for i in together]
-        tokens[together], logprobs[together] = choose(logits[together], group)
+        group, at = [requests[i] for i in together], _on_device(together, logits.device)
+        tokens[at], logprobs[at] = choose(logits[at], group)
     for i in sorted(set(range(len(requests))) - set(together)):
         row = logits[i : i + 1].clone()  # at the start of an allocation, wherever it was
         tokens[i : i + 1], logprobs[i : i + 1] = choose(row, [requests[i]])
     return tokens, logprobs
 
 
+def _has_operators(logits: torch.Tensor) -> bool:
+    """Whether the operators that choose tokens are faster there than torch."""
+    return logits.is_cuda
+
+
+def _on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Rows to index with; a list would be copied to the device by a host that waits for it."""
+    return upload({"rows": np.array(rows)}, device)["rows"]
+
+
 def _is_plain(request: Request) -> bool:
-    return not request.params.logprobs and _is_greedy(request)
-
-
-def _is_greedy(request: Request) -> bool:
-    return not request.params.do_sample and request.processors is None
+    params = request.params
+    return not (params.logprobs or params.do_sample or request.processors)
 
 
 def _is_steady(request: Request, logits: torch.Tensor) -> bool:
     """Whether it gets the same bits however many rows are chosen with its own."""
-    if not logits.is_cuda or not _is_greedy(request):
+    params = request.params
+    if not _has_operators(logits) or request.processors is not None:
         return False
-    return not request.params.logprobs or _sums_each_row_alike(logits.shape[-1], logits.device)
+    if params.do_sample:
+        return _way_of(params, logits) is _Way.DRAWN and not params.top_logprobs
+    return not params.logprobs or _sums_each_row_alike(logits.shape[-1], logits.device)
 
 
 @functools.cache
@@ -132,13 +157,35 @@ def _sums_each_row_alike(vocab_size: int, device: torch.device) -> bool:
     )
 
 
+def _way_of(params: SamplingParams, scores: torch.Tensor) -> _Way | WarpParams:
+    if not params.do_sample:
+        return _Way.BEST_WITH_LOGPROB if params.logprobs else _Way.BEST
+    if _has_operators(scores) and params.warp == _common_part(params.warp):
+        return _Way.DRAWN
+    return params.warp
+
+
 def _choose(
-    scores: torch.Tensor, warp: WarpParams | None, logprobs: bool, requests: Sequence[Request]
+    scores: torch.Tensor, way: _Way | WarpParams, requests: Sequence[Request]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probabilities of requests that are chosen alike; greedy if `warp` is None."""
-    if warp is None:
-        return _argmax(scores, logprobs=logprobs)
-    return _draw(scores, warp, _uniforms(requests, scores.device))
+    """Tokens and log-probabilities of requests that are chosen alike."""
+    if way is _Way.DRAWN:
+        settings = _settings([r.params.warp for r in requests], scores.shape[-1])
+        return draw(scores, **upload({**settings, "uniforms": _uniforms(requests)}, scores.device))
+    if isinstance(way, WarpParams):
+        uniforms = upload({"uniforms": _uniforms(requests)}, scores.device)["uniforms"]
+        return _draw(scores, way, uniforms)
+    return _argmax(scores, logprobs=way is _Way.BEST_WITH_LOGPROB)
+
+
+def _settings(warps: Sequence[WarpParams], vocab_size: int) -> dict[str, npt.NDArray[Any]]:
+    """What `draw` takes of them."""
+    return {
+        "temperature": np.array([divisor_of(warp) for warp in warps]),
+        "top_k": np.array([min(warp.top_k, vocab_size) for warp in warps]),
+        "top_p": np.array([float(warp.top_p) for warp in warps]),
+        "min_p": np.array([float(warp.min_p or 0) for warp in warps]),
+    }
 
 
 def _process(scores: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
@@ -175,7 +222,7 @@ def _note_likeliest(scores: torch.Tensor, requests: Sequence[Request]) -> None:
         if params.top_logprobs:
             row = scores[i : i + 1]
             if params.do_sample:
-                row = build_warpers(params.warp, row.device)(_no_history(row), row)
+                row = _shape(row, params.warp)
             request.top_logprobs.append(likeliest(row.log_softmax(dim=-1)[0], params.top_logprobs))
 
 
@@ -197,25 +244,19 @@ def _argmax(scores: torch.Tensor, *, logprobs: bool) -> tuple[torch.Tensor, torc
 def _draw(
     scores: torch.Tensor, warp: WarpParams, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from softmax(warped scores) at `uniforms` [n]."""
+    """Draws from softmax(warped scores) at `uniforms` [n], as `regraft.kernels.sampling.draw` does."""
     if 0 < warp.top_k <= _MOST_CANDIDATES and warp == _common_part(warp):
         warped, ids, complete = _cut_by_count(scores, warp)
     elif warp.top_p < 1.0 and warp == WarpParams(temperature=warp.temperature, top_p=warp.top_p):
         warped, ids, complete = _cut_by_mass(scores, warp)
     else:
-        return _draw_from_all(scores, warp, uniforms)
-    picks, logprobs = _invert(warped.flip(-1), uniforms)
-    tokens = ids.flip(-1).gather(-1, picks[:, None])[:, 0]
+        return _invert(_shape(scores, warp), uniforms)
+    picks, logprobs = _invert(warped, uniforms)
+    tokens = ids.gather(-1, picks[:, None])[:, 0]
     rest = (~complete).nonzero()[:, 0]
     if rest.numel():
-        tokens[rest], logprobs[rest] = _draw_from_all(scores[rest], warp, uniforms[rest])
+        tokens[rest], logprobs[rest] = _invert(_shape(scores[rest], warp), uniforms[rest])
     return tokens, logprobs
-
-
-def _draw_from_all(
-    scores: torch.Tensor, warp: WarpParams, uniforms: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _invert(build_warpers(warp, scores.device)(_no_history(scores), scores), uniforms)
 
 
 def _common_part(warp: WarpParams) -> WarpParams:
@@ -224,9 +265,36 @@ def _common_part(warp: WarpParams) -> WarpParams:
     )
 
 
+def _shape(scores: torch.Tensor, warp: WarpParams) -> torch.Tensor:
+    """Scores [n, k], in the order of ids, after the warpers: -inf for what they drop."""
+    if warp.top_p == 1.0 or warp != _common_part(warp):
+        return _apply(warp, scores)
+    scores = _apply(WarpParams(temperature=warp.temperature, top_k=warp.top_k), scores)
+    return _apply(WarpParams(min_p=warp.min_p), _top_p(scores, warp.top_p))
+
+
+def _apply(warp: WarpParams, scores: torch.Tensor) -> torch.Tensor:
+    return build_warpers(warp, scores.device)(_no_history(scores), scores)
+
+
+def _top_p(scores: torch.Tensor, top_p: float, total: torch.Tensor | None = None) -> torch.Tensor:
+    """As transformers' warper, but of equal scores those of the lowest ids are dropped first: there it is up to a sort.
+
+    `total` [n, 1]: the sum of exp(score - the best) of all, if these are not all.
+    """
+    ranked, places = scores.sort(dim=-1, descending=False, stable=True)
+    weights = (ranked - ranked[:, -1:]).exp().double()
+    through = weights.flip(-1).cumsum(dim=-1).flip(-1)  # of each and those above it
+    dropped = through - weights >= top_p * (through[:, :1] if total is None else total)
+    dropped[:, -1] = False
+    dropped = torch.zeros_like(dropped).scatter(-1, places, dropped)
+    return scores.masked_fill(dropped, -torch.inf)
+
+
 # The two below find the few tokens that top-k and top-p leave without sorting the vocabulary:
-# warped scores and ids, [n, few] each, best first, and whether a row's tokens are all among them,
-# bool [n]. The distribution is that of transformers' warpers.
+# warped scores and ids, [n, few] each, in the order of ids, and whether a row's tokens are all among
+# them, bool [n]. The distribution is that of transformers' warpers. They are for the CPU: what a row
+# needs that is not complete, the host decides.
 
 
 def _cut_by_count(
@@ -237,28 +305,29 @@ def _cut_by_count(
     k = min(warp.top_k, vocab_size)
     values, ids = scores.topk(min(k + _SPARE_CANDIDATES, vocab_size), dim=-1)
     values = values / divisor_of(warp)
-    dropped = values < values[:, k - 1 : k]
-    complete = dropped[:, -1] | (values.shape[-1] == vocab_size)
-    values = values.masked_fill(dropped, -torch.inf)
-    rest = WarpParams(top_p=warp.top_p, min_p=warp.min_p)
-    return build_warpers(rest, scores.device)(ids, values), ids, complete
+    least = values[:, k - 1 : k]
+    complete = (values[:, -1] < least[:, 0]) | (values.shape[-1] == vocab_size)
+    values, ids = _by_id(values.masked_fill(values < least, -torch.inf), ids)
+    return _shape(values, WarpParams(top_p=warp.top_p, min_p=warp.min_p)), ids, complete
 
 
 def _cut_by_mass(
     scores: torch.Tensor, warp: WarpParams
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """By top-p alone. Not complete: tokens outside have probability that top-p does not cut."""
+    """By top-p alone. Not complete: it keeps the least of the few, so that others may stay as well."""
     scores = scores / divisor_of(warp)
     values, ids = scores.topk(min(_FEW_CANDIDATES, scores.shape[-1]), dim=-1)
-    probs = (values - scores.logsumexp(dim=-1, keepdim=True)).exp().double()
-    above = probs.cumsum(dim=-1)
-    # Top-p drops a token if it and all below it come to no more than 1 - top_p; never the best.
-    dropped = 1 - (above - probs) <= 1 - warp.top_p
-    dropped[:, 0] = False
-    complete = (1 - above[:, -1] < 1 - warp.top_p - _MASS_MARGIN) | (
-        values.shape[-1] == scores.shape[-1]
-    )
-    return values.masked_fill(dropped, -torch.inf), ids, complete
+    total = (scores - values[:, :1]).exp_().sum(dim=-1, keepdim=True).double()
+    least = values[:, -1:]
+    values, ids = _by_id(values, ids)
+    warped = _top_p(values, warp.top_p, total)
+    complete = ~(warped == least).any(dim=-1) | (values.shape[-1] == scores.shape[-1])
+    return warped, ids, complete
+
+
+def _by_id(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, order = ids.sort(dim=-1)
+    return values.gather(-1, order), ids
 
 
 def _invert(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -291,7 +360,7 @@ def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     return picks[:, 0], inside[:, 0].clamp(0, 1)
 
 
-def _uniforms(requests: Sequence[Request], device: torch.device) -> torch.Tensor:
-    """One number of [0, 1) from each request's own generator, float64 [n]."""
+def _uniforms(requests: Sequence[Request]) -> npt.NDArray[np.float64]:
+    """One number of [0, 1) from each request's own generator, [n]."""
     draws = [torch.rand((), dtype=torch.float64, generator=r.generator) for r in requests]
-    return torch.stack(draws).to(device)
+    return torch.stack(draws).numpy()

@@ -1,5 +1,5 @@
 """Choosing the next token on the device."""
 
-from .schema import greedy
+from .schema import draw, greedy
 
-__all__ = ["greedy"]
+__all__ = ["draw", "greedy"]
