@@ -10,7 +10,6 @@ seed means the same everywhere, as far as logits are the same.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -63,7 +62,7 @@ def prepare(request: Request, vocab_size: int, device: torch.device, seed: Seque
 def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int], list[float]]:
     """One token and its log-probability per request, from float logits [len(requests), vocab].
 
-    The log-probability is NaN where the logits are not fit to choose from, and 0 where the request
+    The log-probability is NaN where the logits are not fit to choose from, and may be 0 where the request
     does not want it.
     """
     tokens, logprobs = choose(logits, requests)
@@ -77,8 +76,7 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Ten
     warpers than the common ones, or wants `top_logprobs`.
     """
     if _has_operators(logits) and all(_is_plain(request) for request in requests):
-        tokens, best = greedy(logits)
-        return tokens, best * 0  # NaN where the logits are not finite
+        return greedy(logits)
     # In float32 whoever is beside it: an operator may add up rows of another dtype otherwise.
     scores = _process(logits.float(), requests)
     _note_likeliest(scores, requests)
@@ -100,9 +98,8 @@ def choose_each(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `choose`, row by row: torch divides a sum by the number of rows beside it, and by where in memory a row lies.
 
-    On a GPU there are rows that are chosen together. Those that want the best token: nothing is summed but
-    log-probabilities, where that was found to be the same for any number of rows. And those drawn by `draw`, to which a
-    row is all there is, unless they have processors, or want `top_logprobs`, which are torch's.
+    On a GPU rows go together that an operator chooses, to which a row is all there is, unless they have processors, or
+    want `top_logprobs`, which are torch's.
     """
     together = [i for i, request in enumerate(requests) if _is_steady(request, logits)]
     if len(together) == len(requests):
@@ -130,36 +127,21 @@ def _on_device(rows: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def _is_plain(request: Request) -> bool:
     params = request.params
-    return not (params.logprobs or params.do_sample or request.processors)
+    return not (params.do_sample or params.top_logprobs or request.processors)
 
 
 def _is_steady(request: Request, logits: torch.Tensor) -> bool:
     """Whether it gets the same bits however many rows are chosen with its own."""
     params = request.params
-    if not _has_operators(logits) or request.processors is not None:
+    if request.processors is not None or params.top_logprobs or not _has_operators(logits):
         return False
-    if params.do_sample:
-        return _way_of(params, logits) is _Way.DRAWN and not params.top_logprobs
-    return not params.logprobs or _sums_each_row_alike(logits.shape[-1], logits.device)
-
-
-@functools.cache
-def _sums_each_row_alike(vocab_size: int, device: torch.device) -> bool:
-    """Whether a row's log_softmax has the same bits alone and at every place among others. Torch promises nothing: it
-    is measured, once for a vocabulary.
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    row = 4 * torch.randn(1, vocab_size, generator=generator, device=device)
-    expected = row.log_softmax(dim=-1)
-    return all(
-        bool((row.repeat(count, 1).log_softmax(dim=-1) == expected).all())
-        for count in (2, 3, 7, 33, 130)
-    )
+    return _way_of(params, logits) in (_Way.BEST_WITH_LOGPROB, _Way.DRAWN)
 
 
 def _way_of(params: SamplingParams, scores: torch.Tensor) -> _Way | WarpParams:
     if not params.do_sample:
-        return _Way.BEST_WITH_LOGPROB if params.logprobs else _Way.BEST
+        wants = params.logprobs or _has_operators(scores)  # which give it anyway
+        return _Way.BEST_WITH_LOGPROB if wants else _Way.BEST
     if _has_operators(scores) and params.warp == _common_part(params.warp):
         return _Way.DRAWN
     return params.warp
@@ -175,6 +157,8 @@ def _choose(
     if isinstance(way, WarpParams):
         uniforms = upload({"uniforms": _uniforms(requests)}, scores.device)["uniforms"]
         return _draw(scores, way, uniforms)
+    if _has_operators(scores):
+        return greedy(scores)
     return _argmax(scores, logprobs=way is _Way.BEST_WITH_LOGPROB)
 
 

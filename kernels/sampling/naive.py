@@ -9,14 +9,16 @@ from torch import Tensor
 
 
 def greedy_naive(logits: Tensor) -> tuple[Tensor, Tensor]:
-    tokens, scores = [], []
+    tokens, logprobs = [], []
     for row in logits.tolist():
-        tokens.append(row.index(max(row)))
-        scores.append(float("nan") if any(x != x for x in row) else max(row))
+        best = max(row)
+        is_fit = math.isfinite(best) and all(x == x for x in row)
+        tokens.append(row.index(best))
+        logprobs.append(-math.log(sum(math.exp(x - best) for x in row)) if is_fit else math.nan)
     device = logits.device
     return (
         torch.tensor(tokens, dtype=torch.int64, device=device),
-        torch.tensor(scores, dtype=torch.float32, device=device),
+        torch.tensor(logprobs, dtype=torch.float32, device=device),
     )
 
 

@@ -11,13 +11,14 @@ from .naive import draw_naive
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The first of the largest logits of each row.
+    """The first of the largest logits of each row. On a GPU the same bits whatever rows are beside it.
 
     Args:
         logits: [S, vocab], any floating dtype; rows may be strided.
 
     Returns:
-        tokens [S] int64 and their logits [S] float32; NaN, and any token, for a row with a NaN in it.
+        tokens [S] int64 and their log-probabilities [S] float32; NaN, and any token, for a row that has NaN or +inf in
+        it, or nothing but -inf.
     """
     if logits.is_cuda:
         # Triton is not on every machine, and need not be where there is no GPU.
@@ -25,7 +26,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
         return greedy_triton(logits)
     tokens = logits.argmax(dim=-1)  # the first of equal ones, and a NaN before all
-    return tokens, logits.gather(-1, tokens[:, None])[:, 0].float()
+    return tokens, logits.float().log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def draw(
