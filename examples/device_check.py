@@ -110,6 +110,8 @@ def _check_all(
                 outcomes.append(outcome.get(max(0.0, deadline - time.perf_counter())))
             except TimeoutError:
                 outcomes.append({"name": name, "unfinished": True})
+            found = outcomes[-1].get("float32", {})
+            print(name, {label: f"{worst:.1e}" for label, worst in found.items()}, flush=True)
         pool.terminate()
     return _print_families(outcomes)
 

@@ -191,7 +191,8 @@ class Haystack:
         """Greedy and sampled continuations, alone and in a crowd, and their log-probabilities against `score`."""
         problems = []
         prompt = self.needle[: max(1, len(self.needle) - count)]
-        for fields in ({"do_sample": False}, {"do_sample": True, "seed": 7, "temperature": 0.8}):
+        sampled = {"do_sample": True, "seed": 7, "temperature": 0.8, "top_k": 0}
+        for fields in ({"do_sample": False}, sampled):
             options = {**fields, "max_new_tokens": count, "logprobs": True}
             (alone,) = self.engine.generate([prompt], **options)
             others = [self.text(self._random.randint(1, 9)) for _ in range(11)]
@@ -199,10 +200,8 @@ class Haystack:
             kind = "sampled" if fields["do_sample"] else "greedy"
             if (alone.token_ids, alone.logprobs) != (crowd.token_ids, crowd.logprobs):
                 problems.append(f"{kind}: other tokens or log-probabilities in a crowd than alone")
-            if fields["do_sample"]:
-                continue
             (logits,) = self.engine.score([prompt + alone.token_ids])
-            rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            rows = (logits[len(prompt) - 1 : -1] / fields.get("temperature", 1.0)).log_softmax(-1)
             scored = rows[torch.arange(len(rows)), torch.tensor(alone.token_ids)].tolist()
             if scored != alone.logprobs:
                 problems.append(f"{kind}: score gives other log-probabilities than generation")

@@ -58,7 +58,7 @@ class CompiledProgram:
     ) -> None:
         self.num_compiled = 0
         self._is_final = False
-        self._compiler = compiler or _inductor
+        self._compiler = compiler or torch._inductor.compile
         self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)
@@ -166,14 +166,3 @@ class CompiledProgram:
         self._eager = {step.body for step in self.program.steps}
         yield
         self._eager = set()
-
-
-def _inductor(graph: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """Inductor. On a GPU that can, a kernel's blocks are launched while the kernel before it ends, and wait for it
-    before they touch memory: 3 % of a decode step of Qwen3-8B's shape on an H200.
-    """
-    can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-    has = hasattr(torch._inductor.config.triton, "enable_pdl")
-    return torch._inductor.compile(
-        graph, examples, options={"triton.enable_pdl": True} if can and has else None
-    )

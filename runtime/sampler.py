@@ -10,6 +10,7 @@ seed means the same everywhere, as far as logits are the same.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -69,13 +70,17 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     return tokens.tolist(), logprobs.tolist()
 
 
-def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(
+    logits: torch.Tensor, requests: Sequence[Request], *, for_training: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """As `sample`, left on the device: tokens int64 and log-probabilities float32, [len(requests)].
 
     On a GPU the host reads nothing, and waits for nothing, but where a request has processors, other
-    warpers than the common ones, or wants `top_logprobs`.
+    warpers than the common ones, or wants `top_logprobs`. With `for_training` the log-probabilities of
+    what no warper cuts have the bits of torch's log_softmax there too.
     """
-    if _has_operators(logits) and all(_is_plain(request) for request in requests):
+    is_plain = all(_is_plain(request) for request in requests)
+    if is_plain and _has_operators(logits) and not for_training:
         return greedy(logits)
     # In float32 whoever is beside it: an operator may add up rows of another dtype otherwise.
     scores = _process(logits.float(), requests)
@@ -84,12 +89,12 @@ def choose(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[torch.Ten
     for i, request in enumerate(requests):
         groups.setdefault(_way_of(request.params, scores), []).append(i)
     if len(groups) == 1:
-        return _choose(scores, next(iter(groups)), requests)
+        return _choose(scores, next(iter(groups)), requests, for_training)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=scores.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=scores.device)
     for way, rows in groups.items():
         group, at = [requests[i] for i in rows], _on_device(rows, scores.device)
-        tokens[at], logprobs[at] = _choose(scores[at], way, group)
+        tokens[at], logprobs[at] = _choose(scores[at], way, group, for_training)
     return tokens, logprobs
 
 
@@ -99,19 +104,20 @@ def choose_each(
     """As `choose`, row by row: torch divides a sum by the number of rows beside it, and by where in memory a row lies.
 
     On a GPU rows go together that an operator chooses, to which a row is all there is, unless they have processors, or
-    want `top_logprobs`, which are torch's.
+    want `top_logprobs`, which are torch's. Their log-probabilities are those that training computes, by torch, where it
+    was found to sum a row up in one way beside any others.
     """
     together = [i for i, request in enumerate(requests) if _is_steady(request, logits)]
     if len(together) == len(requests):
-        return choose(logits, requests)
+        return choose(logits, requests, for_training=True)
     tokens = torch.empty(len(requests), dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(len(requests), dtype=torch.float32, device=logits.device)
     if together:
         group, at = [requests[i] for i in together], _on_device(together, logits.device)
-        tokens[at], logprobs[at] = choose(logits[at], group)
+        tokens[at], logprobs[at] = choose(logits[at], group, for_training=True)
     for i in sorted(set(range(len(requests))) - set(together)):
         row = logits[i : i + 1].clone()  # at the start of an allocation, wherever it was
-        tokens[i : i + 1], logprobs[i : i + 1] = choose(row, [requests[i]])
+        tokens[i : i + 1], logprobs[i : i + 1] = choose(row, [requests[i]], for_training=True)
     return tokens, logprobs
 
 
@@ -135,7 +141,23 @@ def _is_steady(request: Request, logits: torch.Tensor) -> bool:
     params = request.params
     if request.processors is not None or params.top_logprobs or not _has_operators(logits):
         return False
-    return _way_of(params, logits) in (_Way.BEST_WITH_LOGPROB, _Way.DRAWN)
+    if _way_of(params, logits) not in (_Way.BEST_WITH_LOGPROB, _Way.DRAWN):
+        return False
+    return not params.logprobs or _sums_each_row_alike(logits.shape[-1], logits.device)
+
+
+@functools.cache
+def _sums_each_row_alike(vocab_size: int, device: torch.device) -> bool:
+    """Whether a row's log_softmax has the same bits alone and at every place among others. Torch promises nothing: it
+    is measured, once for a vocabulary.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    row = 4 * torch.randn(1, vocab_size, generator=generator, device=device)
+    expected = row.log_softmax(dim=-1)
+    return all(
+        bool((row.repeat(count, 1).log_softmax(dim=-1) == expected).all())
+        for count in (2, 3, 7, 33, 130)
+    )
 
 
 def _way_of(params: SamplingParams, scores: torch.Tensor) -> _Way | WarpParams:
@@ -148,18 +170,37 @@ def _way_of(params: SamplingParams, scores: torch.Tensor) -> _Way | WarpParams:
 
 
 def _choose(
-    scores: torch.Tensor, way: _Way | WarpParams, requests: Sequence[Request]
+    scores: torch.Tensor,
+    way: _Way | WarpParams,
+    requests: Sequence[Request],
+    for_training: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and log-probabilities of requests that are chosen alike."""
     if way is _Way.DRAWN:
-        settings = _settings([r.params.warp for r in requests], scores.shape[-1])
-        return draw(scores, **upload({**settings, "uniforms": _uniforms(requests)}, scores.device))
+        return _draw_together(scores, requests, for_training)
     if isinstance(way, WarpParams):
         uniforms = upload({"uniforms": _uniforms(requests)}, scores.device)["uniforms"]
         return _draw(scores, way, uniforms)
-    if _has_operators(scores):
+    if _has_operators(scores) and not for_training:
         return greedy(scores)
     return _argmax(scores, logprobs=way is _Way.BEST_WITH_LOGPROB)
+
+
+def _draw_together(
+    scores: torch.Tensor, requests: Sequence[Request], for_training: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows shaped by common warpers, each by its own."""
+    settings = _settings([r.params.warp for r in requests], scores.shape[-1])
+    uncut = [r.params.warp == WarpParams(temperature=r.params.warp.temperature) for r in requests]
+    arrays = {**settings, "uniforms": _uniforms(requests), "uncut": np.array(uncut)}
+    given = upload(arrays, scores.device)
+    is_uncut = given.pop("uncut")
+    tokens, logprobs = draw(scores, **given)
+    if for_training and any(uncut):
+        whole = (scores / given["temperature"][:, None].float()).log_softmax(dim=-1)
+        picked = whole.gather(-1, tokens[:, None])[:, 0]
+        logprobs = torch.where(is_uncut, picked, logprobs)
+    return tokens, logprobs
 
 
 def _settings(warps: Sequence[WarpParams], vocab_size: int) -> dict[str, npt.NDArray[Any]]:
@@ -327,7 +368,7 @@ def _invert(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor,
         rows = torch.arange(count, device=scores.device)
         picks = block * _BLOCK + _search(blocks[rows, block], rest)[0]
         picks = picks.clamp(max=width - 1)  # where probabilities are NaN, so is the search
-    return picks, probs.gather(-1, picks[:, None]).log()[:, 0]
+    return picks, scores.log_softmax(dim=-1).gather(-1, picks[:, None])[:, 0]
 
 
 def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from regraft.kernels.recurrent.triton import (
+    lookup_size,
     optional_strides,
     own_sequence,
     own_tile,
@@ -107,7 +108,7 @@ def _launch(
         )  # fmt: skip
         return
     tile_kernel[(tokens // _TILE + seqs, blocks)](
-        *state, *factors, out, *sequences, seqs, tokens, BT=_TILE, R=power_of_2(seqs), num_warps=4, **taps, **common
+        *state, *factors, out, *sequences, seqs, tokens, BT=_TILE, R=lookup_size(seqs), num_warps=4, **taps, **common
     )  # fmt: skip
     if kept:
         hand_on_kernel[(blocks, 1, seqs)](*state, *sequences, num_warps=2, **common)

@@ -43,6 +43,11 @@ def own_state(
     return cells, (r_R < ROWS)[:, None] & is_in_C, tl.load(cells, mask=is_own, other=0.0)
 
 
+def lookup_size(seqs: int) -> int:
+    """The size R of a block that holds every sequence's start, for `own_tile`: few sizes, as each is compiled."""
+    return max(64, power_of_2(seqs))
+
+
 @triton.jit
 def own_tile(cu_seqlens_ptr, num_seqs, T: tl.constexpr, R: tl.constexpr):
     """Of the tile with this program's number: its sequence, that one's first token, and the tile's first token and the

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from regraft.kernels.whole import cdiv, power_of_2
+from regraft.kernels.whole import cdiv
 
-from .triton import own_sequence, own_state, state_tiles, zero_rows_of_nobody
+from .triton import lookup_size, own_sequence, own_state, state_tiles, zero_rows_of_nobody
 from .triton_chunks import goes_by_chunks
 from .triton_delta_chunks import LONG, delta_chunks_triton
 
@@ -55,7 +55,7 @@ def delta_rule_triton(
     has_chunks = tokens - seqs + 1 >= long and by_chunks is not False
     delta_kernel[grid](
         operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens, long, scale,
-        HAS_CHUNKS=has_chunks, R=power_of_2(seqs) if has_chunks else 1, BY_CHANNEL=g.dim() == 3,
+        HAS_CHUNKS=has_chunks, R=lookup_size(seqs) if has_chunks else 1, BY_CHANNEL=g.dim() == 3,
         L2NORM=qk_l2norm, SHARE=heads // q.shape[1], K=keys, V=width, BK=block_k, num_stages=1, **tiles,
     )  # fmt: skip
     if has_chunks:

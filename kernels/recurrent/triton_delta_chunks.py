@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regraft.kernels.whole import cdiv, power_of_2
 
-from .triton import own_sequence, own_state
+from .triton import lookup_size, own_sequence, own_state
 from .triton_chunks import dot_precision, goes_by_chunks
 from .triton_delta_prepare import prepare_by_channel_kernel, prepare_by_head_kernel
 
@@ -50,7 +50,7 @@ def delta_chunks_triton(
     tokens, heads, width = v.shape
     keys, seqs = q.shape[2], len(sequences[1])
     chunks = tokens // CHUNK + seqs
-    block_k, rows = max(16, power_of_2(keys)), power_of_2(seqs)
+    block_k, rows = max(16, power_of_2(keys)), lookup_size(seqs)
     scratch = v.new_empty(
         tokens * heads * (3 * keys + width + CHUNK) + chunks * heads * keys, dtype=torch.float32
     )

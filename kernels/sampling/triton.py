@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regraft.kernels.whole import cdiv, power_of_2
 
-_PART = 8192
+_PART = 4096
 """Logits a program reads."""
 
 
@@ -27,7 +27,8 @@ def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         part_kernel[(rows, parts)](
-            logits, *logits.stride(), scores, sums, places, vocab, PART=_PART, num_warps=8, enable_fp_fusion=False
+            logits, *logits.stride(), scores, sums, places, vocab, PART=_PART, CONTIGUOUS=logits.stride(1) == 1,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         row_kernel[(rows,)](
             scores, sums, places, tokens, logprobs, parts, P=power_of_2(parts), num_warps=1, enable_fp_fusion=False
@@ -41,16 +42,21 @@ def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     do_not_specialize_on_alignment=["logits_ptr"],
 )
 def part_kernel(
-    logits_ptr, stride_row, stride_v, scores_ptr, sums_ptr, places_ptr, vocab, PART: tl.constexpr
-):
+    logits_ptr, stride_row, stride_v, scores_ptr, sums_ptr, places_ptr, vocab,
+    PART: tl.constexpr, CONTIGUOUS: tl.constexpr,
+):  # fmt: skip
     """One program a (row, part): the best logit, where it is, and the sum of what the others weigh beside it; NaN if
     there is one.
     """
     row, part = tl.program_id(0), tl.program_id(1)
     v_P = part * PART + tl.arange(0, PART)
     is_in_P = v_P < vocab
-    at_P = row.to(tl.int64) * stride_row + v_P.to(tl.int64) * stride_v
-    x_P = tl.load(logits_ptr + at_P, mask=is_in_P, other=float("-inf")).to(tl.float32)
+    row_ptr = logits_ptr + row.to(tl.int64) * stride_row
+    if CONTIGUOUS:
+        from_P = row_ptr + v_P
+    else:
+        from_P = row_ptr + v_P.to(tl.int64) * stride_v
+    x_P = tl.load(from_P, mask=is_in_P, other=float("-inf")).to(tl.float32)
     is_nan_P = x_P != x_P
     clean_P = tl.where(is_nan_P, float("-inf"), x_P)
     best = tl.max(clean_P, 0)

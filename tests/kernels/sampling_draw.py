@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from unittest.mock import patch
@@ -212,6 +214,18 @@ def outcomes(interpreted: bool) -> Iterator[tuple[str, Callable[[], None]]]:
     from regraft.kernels.sampling.triton_draw import draw_triton
 
     yield from ((name, partial(one, draw_triton)) for name, one in CHECKS.items())
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    """Whoever makes the host wait for the GPU raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 if __name__ == "__main__":

@@ -132,12 +132,8 @@ def test_the_host_does_not_wait() -> None:
     given = sampling_draw.make("half precision", "cuda")
     draw(*given)
     torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sampling_draw.waiting_is_an_error():
         draw(*given)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
 
 
 def _all_of_equal(order: list[int], weights: list[float], top_p: float) -> list[int]:

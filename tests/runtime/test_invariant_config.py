@@ -46,9 +46,11 @@ def test_rows_are_chosen_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     plain = sampler.choose
 
-    def counted(logits: torch.Tensor, requests: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted(
+        logits: torch.Tensor, *given: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         seen.append(len(logits))
-        return plain(logits, requests)
+        return plain(logits, *given, **options)
 
     monkeypatch.setattr(sampler, "choose", counted)
     logits = torch.randn(3, 50)

@@ -7,6 +7,7 @@ import torch
 
 from regraft.kernels.sampling import draw
 from regraft.runtime import sampler
+from tests.kernels.sampling_draw import waiting_is_an_error
 from tests.runtime.test_sampler import VOCAB, make_request
 from tests.tolerance import assert_close
 
@@ -114,9 +115,9 @@ def test_steady_rows_are_chosen_together(on_a_gpu, monkeypatch):
     logits = torch.randn(len(requests), VOCAB)
     seen, choose = [], sampler.choose
 
-    def counted(logits, requests):
+    def counted(logits, requests, **options):
         seen.append(len(logits))
-        return choose(logits, requests)
+        return choose(logits, requests, **options)
 
     monkeypatch.setattr(sampler, "choose", counted)
     tokens, logprobs = sampler.choose_each(logits, requests)
@@ -125,6 +126,18 @@ def test_steady_rows_are_chosen_together(on_a_gpu, monkeypatch):
     expected, expected_logprobs = choose(logits, mixed_requests()[0])
     assert tokens.tolist() == expected.tolist()
     assert_close(logprobs, expected_logprobs)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_is_not_cut_has_the_log_probability_that_training_computes(on_a_gpu, temperature):
+    """Greedy, and drawn from everything; another warper, or a cut, is not what log_softmax knows of."""
+    fields = [{}, *({"do_sample": True, "temperature": temperature, "top_k": k} for k in (0, 5))]
+    requests = [make_request([1], arrival=i, **each) for i, each in enumerate(fields)]
+    logits = 3 * torch.randn(3, VOCAB)
+    tokens, logprobs = sampler.choose_each(logits, requests)
+    scale = torch.tensor([1.0, temperature, temperature])[:, None]
+    expected = (logits / scale).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    assert (logprobs == expected).tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -144,13 +157,8 @@ def test_the_host_waits_for_nothing_on_a_gpu():
     logits = torch.randn(len(requests), VOCAB, device=device).bfloat16()
     for choose in (sampler.choose, sampler.choose_each):
         choose(logits, requests)  # compiled, and pinned memory is at hand
-        torch.cuda.synchronize()
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_is_an_error():
             tokens, _ = choose(logits, requests)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
         assert ((tokens >= 0) & (tokens < VOCAB)).all()
 
 
