@@ -94,7 +94,7 @@ def compiled(options: argparse.Namespace, results: dict[str, Any]) -> dict[str, 
     """A few tiny families, compiled and from CUDA graphs."""
     config = {"compile": True, **({"cuda_graphs": True} if options.device == "cuda" else {})}
     jobs = [(name, options.device, config) for name in options.compiled.split(",")]
-    return _check_all(jobs, min(4, options.workers), options.seconds)
+    return _check_all(jobs, options.workers, options.seconds)
 
 
 def _check_all(
