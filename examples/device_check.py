@@ -102,16 +102,19 @@ def _check_all(
 ) -> dict[str, Any]:
     """As many families as the time allows, side by side, the others named."""
     deadline = time.perf_counter() + seconds
-    outcomes = []
+    outcomes, waiting = [], [job[0] for job in jobs]
     with get_context("spawn").Pool(workers) as pool:
-        waiting = [(job[0], pool.apply_async(check_family, (job,))) for job in jobs]
-        for name, outcome in waiting:
+        finished = pool.imap_unordered(check_family, jobs)
+        while waiting:
             try:
-                outcomes.append(outcome.get(max(0.0, deadline - time.perf_counter())))
+                outcome = finished.next(max(0.0, deadline - time.perf_counter()))
             except TimeoutError:
-                outcomes.append({"name": name, "unfinished": True})
-            found = outcomes[-1].get("float32", {})
-            print(name, {label: f"{worst:.1e}" for label, worst in found.items()}, flush=True)
+                outcomes += [{"name": name, "unfinished": True} for name in waiting]
+                break
+            outcomes.append(outcome)
+            waiting.remove(outcome["name"])
+            found = {label: f"{worst:.1e}" for label, worst in outcome.get("float32", {}).items()}
+            print(outcome["name"], found, outcome.get("problem", ""), flush=True)
         pool.terminate()
     return _print_families(outcomes)
 

@@ -80,6 +80,7 @@ class Work:
     state_bytes: int
     """Kept per sequence, read and written for each new token."""
     weights: int
+    """That a token is multiplied with: of stacked experts as many as it is sent to."""
     attention_flops: float
     """Per pair of a token and an earlier one."""
 
@@ -92,11 +93,14 @@ class Work:
         config = model.config.get_text_config()
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        counted = [(p.nbytes, p.numel()) for p in tensors.values()]
+        chosen = getattr(config, "num_experts_per_tok", None)
         return cls(
-            sum(size for size, _ in counted), row_bytes, state_bytes, sum(n for _, n in counted),
+            sum(p.nbytes for p in tensors.values()),
+            row_bytes,
+            state_bytes,
+            sum(_used_by_a_token(p, chosen) for p in tensors.values()),
             4.0 * layers * heads * width,
-        )  # fmt: skip
+        )
 
     def decode_seconds(self, contexts: Sequence[int], ceilings: Ceilings) -> float:
         """One step of sequences that have these many tokens cached."""
@@ -118,3 +122,10 @@ class Work:
             self.decode_seconds([n + done for n in lengths], ceilings) for done in range(1, new)
         )
         return self.prefill_seconds(lengths, ceilings) + math.fsum(steps)
+
+
+def _used_by_a_token(weight: torch.Tensor, chosen: int | None) -> int:
+    """Numbers of a weight [experts, ...] that a token sent to `chosen` experts meets; of any other, all."""
+    experts = weight.shape[0] if weight.dim() == 3 else 0
+    is_stack = chosen is not None and experts > chosen
+    return weight.numel() * chosen // experts if is_stack else weight.numel()  # type: ignore[operator]
