@@ -141,6 +141,7 @@ class StepGraphs:
         self._token_buckets = sorted(sizes - {0, 1})
         self._met: set[tuple[int, int]] = set()
         self._recorded: dict[Key, Recorded] = {}
+        self._logits: torch.Tensor | None = None
         # One for each width: a part of a wider one would have other strides, for which layers were not compiled.
         self._tables: dict[tuple[str, int], torch.Tensor] = {}
         self._offsets = torch.arange(self._buckets[-1] + 1, dtype=torch.int32, device=device)
@@ -227,7 +228,7 @@ class StepGraphs:
             slots = given.pop("token_slots")
         inputs = {**given, **tables, **self._pools}
         try:
-            replay, logits = self._record_call(lambda: self._step(inputs, slots))
+            replay, logits = self._record_call(lambda: self._step(inputs, slots, key.is_decode))
         except CaptureError as error:
             operator = self._explain(inputs) or "a step"
             raise CaptureError(f"{operator} cannot be recorded: {error}") from error
@@ -240,11 +241,21 @@ class StepGraphs:
             self._tables[name, width] = torch.zeros(shape, dtype=torch.int32, device=device)
         return self._tables[name, width]
 
-    def _step(self, inputs: Mapping[str, torch.Tensor], token_slots: torch.Tensor) -> torch.Tensor:
+    def _step(
+        self, inputs: Mapping[str, torch.Tensor], token_slots: torch.Tensor, is_decode: bool
+    ) -> torch.Tensor:
         ids = inputs["input_ids"]
         known = torch.where(ids == PENDING, self._last_tokens[token_slots], ids)
         logits = self._forward({**inputs, "input_ids": known})
-        return logits.reshape(-1, logits.shape[-1])
+        logits = logits.reshape(-1, logits.shape[-1])
+        return logits if is_decode else self._in_one_place(logits)
+
+    def _in_one_place(self, logits: torch.Tensor) -> torch.Tensor:
+        """A copy where all graphs of steps with prompts leave theirs: they are many, and each would keep its own."""
+        if self._logits is None:
+            shape = (self._buckets[-1], logits.shape[-1])
+            self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _least(sizes: Sequence[int], count: int) -> int:
