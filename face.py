@@ -17,12 +17,14 @@ from regraft.passes.registry import pipeline
 from regraft.rewriter.admit import admit
 from regraft.rewriter.artifact import Artifact, LiveWeights, Merged
 from regraft.rewriter.capture import capture
+from regraft.rewriter.coarse import coarse_rounding
 from regraft.rewriter.errors import RewriteError
 from regraft.rewriter.graph import shape_of
 from regraft.rewriter.pipeline import Rewriting, rewrite
 from regraft.rewriter.prefix import check_prefix
 from regraft.rewriter.report import RewriteReport, make_report
 from regraft.rewriter.returned_rows import mark_returned_rows
+from regraft.rewriter.row_wise import mark_row_wise
 from regraft.rewriter.structure import Structure
 from regraft.rewriter.validate import (
     Validation,
@@ -71,7 +73,7 @@ def wrap(
     is_compiled = config.compiles_on(device)
     admit(model)
     _settle(model)
-    state = _rewrite(model, config.fallback)
+    state = _rewrite(model, config.fallback, config.row_wise)
     report = _report(model, state, time.perf_counter() - start)
     merged: tuple[Merged, ...] = ()
     if device.type == "cuda" and is_compiled:
@@ -80,6 +82,10 @@ def wrap(
             f"{len(merged)} merged projections: parameters of the model are views into shared storage"
         )
     artifact = _artifact(model, state, merged)
+    if artifact.rounding:
+        report.notes.append(
+            f"validated as in half precision, since rows are rounded by {artifact.rounding}"
+        )
     if config.batch_invariant:
         count = make_invariant(state.captured, config.allow_variant)
         report.notes.append(f"batch invariant: {count} operations have a fixed order per row")
@@ -89,7 +95,7 @@ def wrap(
         tokenizer=tokenizer,
         generation_config=getattr(model, "generation_config", None),
         report=report,
-        validator=lambda size="quick", *, seed=0: _validate(engine, model, size, seed),
+        validator=lambda size="quick", *, seed=0: _validate(engine, artifact, model, size, seed),
     )
     _test_replays(engine, model, state)
     if config.validate != "off":
@@ -112,13 +118,21 @@ def install(
     return installing.install(model, lambda: wrap(model, tokenizer, config, **settings))
 
 
-def inspect(model_or_config: Any, *, fallback: str = "replay") -> RewriteReport:
-    """The report of a rewrite, without weights: of a model, a configuration, a hub id, a folder or a config.json."""
+def inspect(
+    model_or_config: Any, *, fallback: str = "replay", row_wise: tuple[str, ...] = ()
+) -> RewriteReport:
+    """The report of a rewrite, without weights: of a model, a configuration, a hub id, a folder or a config.json.
+
+    `fallback` and `row_wise` are those of an EngineConfig.
+    """
     model = (
         model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
     )
     start = time.perf_counter()
-    state = _rewrite(model, fallback)
+    if not any(p.is_meta for p in model.parameters()):
+        admit(model)
+        _settle(model)
+    state = _rewrite(model, fallback, row_wise)
     report = _report(model, state, time.perf_counter() - start)
     if any(p.is_meta for p in model.parameters()) and any(served.replay for served in state.served):
         report.notes.append(
@@ -157,10 +171,13 @@ def _settle(model: nn.Module) -> None:
     check_positions(model, text, counted)
 
 
-def _rewrite(model: nn.Module, fallback: str) -> Rewriting:
+def _rewrite(model: nn.Module, fallback: str, row_wise: tuple[str, ...]) -> Rewriting:
     captured = capture(model)
+    measured = mark_row_wise(captured, row_wise)
     mark_returned_rows(captured)
-    return rewrite(captured, pipeline(), fallback=fallback)
+    state = rewrite(captured, pipeline(), fallback=fallback)
+    state.notes += [f"{name} has no rule; measured: {what}" for name, what in measured.items()]
+    return state
 
 
 def _report(model: nn.Module, state: Rewriting, seconds: float) -> RewriteReport:
@@ -212,18 +229,20 @@ def _artifact(model: nn.Module, state: Rewriting, merged: tuple[Merged, ...] = (
         switch_lengths=tuple(sorted(state.switch_lengths)),
         weights=LiveWeights.of(model, state.captured.weight_names, merged),
         structure=Structure.of(model),
+        rounding=coarse_rounding(state.graph, first.dtype),
     )
 
 
-def _validate(engine: Engine, model: nn.Module, size: str, seed: int) -> Validation:
+def _validate(
+    engine: Engine, artifact: Artifact, model: nn.Module, size: str, seed: int
+) -> Validation:
     """Score random texts packed, chunked and token by token, and compare with the original model."""
-    artifact = engine.model
     # a row of several tokens is not there before all of them are
     reaching = max((2 * row.every + 1 for row in artifact.rows if row.every > 1), default=0)
     texts = samples(model, artifact.vocab_size, _longest_sample(engine), size, seed, reaching)
     expected = reference_logits(model, texts)
     scored = {name: engine.score(texts, schedule=schedule) for name, schedule in SCHEDULES.items()}
-    found = Validation.of(texts, expected, scored, artifact.dtype)
+    found = Validation.of(texts, expected, scored, artifact.precision)
     if found.passed:
         return found
 

@@ -16,6 +16,7 @@ def admit(model: nn.Module) -> None:
     _refuse_autocast()
     inner = inner_model(model)
     _refuse_other_kinds(inner)
+    _refuse_fetched(model)
     _refuse_spread(model)
     if model.training:
         _refuse_dropout(model)
@@ -51,6 +52,19 @@ def _refuse_other_kinds(model: nn.Module) -> None:
             f"{type(model).__name__} has no language-modelling head over past tokens (it cannot generate)",
             fix="load the checkpoint with AutoModelForCausalLM; encoder-only models cannot be served",
         )
+
+
+def _refuse_fetched(model: nn.Module) -> None:
+    """What is put in the place of a weight, for a trace or a test, must go when it is taken away again."""
+    for path, module in model.named_modules():
+        kept = module._parameters
+        if not isinstance(kept, dict):
+            raise RewriteError(
+                f"the weights of {path or 'the model'} are kept by a {type(kept).__name__}, which fetches them when "
+                "they are read, and copies what is put in their place",
+                path=path,
+                fix="load them in place; of compressed-tensors, with CompressedTensorsConfig(dequantize=True)",
+            )
 
 
 def _refuse_spread(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch import fx, nn
 from .declare import RowSpec, StateSpec
 from .errors import RewriteError
 from .structure import Structure
+from .wrapped_weights import WRAP_AGAIN, plain_parts, weight_of
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Artifact:
     min_tokens         shortest packed row that the graph runs on
     switch_lengths     a request must be recomputed from its start when its length passes one of these
     structure          what the model was made of when it was traced
+    rounding           what rounds rows more coarsely than `dtype`, if anything does (see rewriter/coarse.py)
     """
 
     module: fx.GraphModule
@@ -38,6 +40,12 @@ class Artifact:
     switch_lengths: tuple[int, ...] = ()
     weights: LiveWeights = field(default_factory=lambda: LiveWeights(()))
     structure: Structure | None = None
+    rounding: str = ""
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype by which differences are judged."""
+        return torch.bfloat16 if self.rounding else self.dtype
 
     def forward(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Logits [S, vocab] of the rows named by `logits_rows`."""
@@ -94,7 +102,9 @@ class LiveWeights:
     """
 
     slots: tuple[tuple[nn.Module, str, str], ...]
-    """(module of the wrapped model, name in it, attribute of the graph module)"""
+    """(module of the wrapped model, name in it, attribute of the graph module); of a part of a weight the name is like
+    "weight.qdata".
+    """
     merged: tuple[Merged, ...] = ()
     tied: tuple[tuple[nn.Module, str, int, str], ...] = ()
     """Other places that held the tensor of a slot: (module, name in it, number of the slot, what is tied)"""
@@ -113,13 +123,12 @@ class LiveWeights:
         """`names`: attribute of the graph module -> the weight's full name in `model`."""
         slots, known = [], []
         for attribute, full in names.items():
-            prefix, _, name = full.rpartition(".")
-            owner = model.get_submodule(prefix)
-            if hasattr(owner, name):  # constants of the trace have a name in the graph alone
+            owner, name = _place_of(model, full)
+            if hasattr(owner, _root(name)):  # constants of the trace have a name in the graph alone
                 slots.append((owner, name, attribute))
                 known.append(full)
         kinds = [
-            (full, Kind.of(_tensor_of(owner, name))) for full, (owner, name, _) in zip(known, slots)
+            (full, Kind.of(weight_of(owner, name))) for full, (owner, name, _) in zip(known, slots)
         ]
         return cls(tuple(slots), merged, tuple(_tied(model, slots, known)), tuple(kinds))
 
@@ -134,7 +143,7 @@ class LiveWeights:
             self._held = self._places(module)
         version, has_moved = 0, False
         for at, (owner, name, attribute) in enumerate(self.slots):
-            tensor = _tensor_of(owner, name)
+            tensor = weight_of(owner, name)
             held, address = self._held[at]
             if tensor is not held or tensor.data_ptr() != address:
                 self._check_kind(at, tensor)
@@ -149,7 +158,8 @@ class LiveWeights:
 
     def _check_ties(self) -> None:
         for owner, name, at, both in self.tied:
-            tensor, partner = _tensor_of(owner, name), _tensor_of(*self.slots[at][:2])
+            holder, of_holder, _ = self.slots[at]
+            tensor, partner = weight_of(owner, name), weight_of(holder, _root(of_holder))
             if tensor is not partner and not _is_same_memory(tensor, partner):
                 raise RewriteError(
                     f"{both} were one tensor when the model was wrapped, and are two now",
@@ -159,10 +169,12 @@ class LiveWeights:
     def _check_kind(self, at: int, tensor: torch.Tensor) -> None:
         full, kind = self.kinds[at]
         now = Kind.of(tensor)
-        if now != kind and isinstance(tensor, nn.Parameter):
+        owner, name, _ = self.slots[at]
+        if now != kind and isinstance(weight_of(owner, _root(name)), nn.Parameter):
+            back = f"wrap the model again, or bring it back: model.to({kind.device.type!r}, {kind.dtype})"
             raise RewriteError(
                 f"{full} was {kind} when the model was wrapped, and is {now}",
-                fix=f"wrap the model again, or bring it back: model.to({kind.device.type!r}, {kind.dtype})",
+                fix=back if _root(name) == name else WRAP_AGAIN,
             )
 
     def _merge_again(self, module: fx.GraphModule) -> None:
@@ -188,23 +200,33 @@ def _tied(
     """
     numbers: dict[int, int] = {}
     for at, (owner, name, _) in enumerate(slots):
-        numbers.setdefault(id(_tensor_of(owner, name)), at)
+        numbers.setdefault(id(weight_of(owner, _root(name))), at)
     for path, module in model.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             at = numbers.get(id(tensor), -1)
-            if at >= 0 and (slots[at][0] is not module or slots[at][1] != name):
+            if at >= 0 and (slots[at][0] is not module or _root(slots[at][1]) != name):
                 yield module, name, at, f"{path}.{name} and {names[at]}"
 
 
 def _is_same_memory(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return (one.data_ptr(), one.shape, one.stride()) == (two.data_ptr(), two.shape, two.stride())
+    def places(tensor: torch.Tensor) -> list[tuple[str, int, torch.Size, tuple[int, ...]]]:
+        parts = plain_parts(tensor, "")
+        return [(name, part.data_ptr(), part.shape, part.stride()) for name, part in parts]
+
+    return places(one) == places(two)
 
 
-def _tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
-    tensor: torch.Tensor | None = owner._parameters.get(name)
-    if tensor is None:
-        tensor = owner._buffers.get(name)
-    return getattr(owner, name) if tensor is None else tensor
+def _place_of(model: nn.Module, full: str) -> tuple[nn.Module, str]:
+    """The module that holds the weight of this full name, or the weight of which it names a part; its name in there."""
+    owner, (*path, last) = model, full.split(".")
+    while path and path[0] in owner._modules:
+        owner = owner.get_submodule(path.pop(0))
+    return owner, ".".join([*path, last])
+
+
+def _root(name: str) -> str:
+    """The weight's own name, of a name that may be that of a part of it."""
+    return name.partition(".")[0]
 
 
 def _assign(module: fx.GraphModule, attribute: str, tensor: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from .opaque import OpaqueModules, Settings, Untraceable, example_row
 from .sizes import Interval, guard_interval, missing_block
 from .untouched import configs_of, untouched
 from .watch import Watch
+from .wrapped_weights import Carried
 
 EXAMPLE_TOKENS = 37
 """Length of the traced row: odd and no multiple of a block size, so that no division comes out even by chance.
@@ -91,11 +93,13 @@ class _PackedRow(nn.Module):
         self._takes_positions = takes_positions(model)
         self._extra = without_cache(model)
         self.opaque = opaque
+        self._carried = Carried.of(model)
         self.watch: Watch | None = None
         self.train(model.training)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         torch._check(input_ids.shape[1] == position_ids.shape[1])
+        self._carried.give_back()
         self.opaque.starts(input_ids.shape[1])
         if self.watch is not None:
             self.watch.starts(input_ids.shape[1])  # type: ignore[arg-type]
@@ -177,7 +181,8 @@ def _attempt(row: _PackedRow, tokens: int) -> tuple[ExportedProgram, sympy.Symbo
     except (
         RuntimeError
     ) as error:  # what torch raises for data-dependent control flow, and what leaves raise
-        where_from = (watch.path_of_failure, first_line(error), _line_of(error, row))
+        path = watch.path_of_failure or _named_in(error, row.model)
+        where_from = (path, first_line(error), _line_of(error, row))
         raise Untraceable(*where_from, why=_why(error)) from error
     finally:
         row.watch = None
@@ -248,6 +253,12 @@ def about_layout(guard: ShapeGuard) -> bool:
     return "contiguous" in asked_by or (
         "_reshape_view_helper" in asked_by and isinstance(guard.expr, sympy.Ne)
     )
+
+
+def _named_in(error: BaseException, model: nn.Module) -> str:
+    """The module whose attribute export names, where only the finished trace is wrong; "" if it names none."""
+    found = re.search(rf"model attribute: {re.escape(_PREFIX)}([\w.]+)\.\w+", str(error))
+    return found[1] if found and found[1] in dict(model.named_modules()) else ""
 
 
 def _line_of(error: BaseException, row: nn.Module) -> str:

@@ -5,7 +5,8 @@ region is run with drawn numbers too: as a function, the model keeps its own.
 
 A region need not work with every number. Where it takes a logarithm or a root, drawn numbers make NaN or infinity,
 of which nothing follows; then less is drawn, in the order of `DRAWS`, until the region is finite where it was with the
-model's own numbers. Buffers are never drawn: a causal mask or a table of angles is often one.
+model's own numbers. Buffers are never drawn: a causal mask or a table of angles is often one. Nor is a parameter of a
+class of its own, as a quantised one: what a plain tensor does in its place is not what the model does.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Drawn:
         return [self._of_weight(weight) for weight, _ in call.parameters]
 
     def _of_weight(self, weight: Tensor) -> Tensor:
-        if not isinstance(weight, nn.Parameter) or weight.dtype not in DRAWN or not weight.numel():
+        if type(weight) is not nn.Parameter or weight.dtype not in DRAWN or not weight.numel():
             return weight
         if id(weight) not in self._known:
             fan_in = math.prod(weight.shape[1:]) if weight.dim() > 1 else 1

@@ -18,7 +18,7 @@ from .dynamo_inputs import Inputs
 from .dynamo_lower import UNKNOWN, Lowered, lower
 from .dynamo_range import dynamo_interval
 from .errors import RewriteError
-from .grafted import CompiledLater, Grafted
+from .grafted import CompiledLater, Given, Grafted
 from .graph import CapturedGraph
 from .kept_calls import kept_call_of
 from .leaf_calls import leaf_call_of
@@ -153,7 +153,9 @@ def _assemble(
         compiled=form.module if backend == "eager" else CompiledLater(form.module, backend),
         sequence_inputs=form.sequence_inputs,
         weights=tuple(
-            own[name] if name in own else order[lowered.placeholder_of[name]]
+            own[name]
+            if name in own
+            else Given(order[lowered.placeholder_of[name]], lowered.part_of.get(name, ""))
             for name in form.weights
         ),
         places=tuple(found.rows.values()),

@@ -51,11 +51,13 @@ UNKNOWN = Unknown()
 class Lowered:
     """`captured` computes, for the rows of a packed row, the values that the wanted nodes have in the batch.
 
-    `placeholder_of` maps the graph's weights (attribute names) to the Dynamo graph's placeholders.
+    `placeholder_of` maps the graph's weights (attribute names) to the Dynamo graph's placeholders, and `part_of` those
+    that are parts of such a weight to their names in it ("qdata").
     """
 
     captured: CapturedGraph
     placeholder_of: dict[str, fx.Node] = field(default_factory=dict)
+    part_of: dict[str, str] = field(default_factory=dict)
 
 
 def lower(
@@ -89,11 +91,19 @@ def lower(
     captured = lift(program, row, _prefix(module), seen.symbol, where)
     normalize(captured.module)
     attach_calls(captured.graph)
-    held = row.placeholder_of
-    placeholders = {
-        attr: held[name] for attr, name in captured.weight_names.items() if name in held
-    }
-    return Lowered(captured, placeholders)
+    placeholders, parts = {}, {}
+    for attribute, full in captured.weight_names.items():
+        name, _, part = full.partition(".")
+        if name not in row.placeholder_of:
+            continue
+        placeholders[attribute] = row.placeholder_of[name]
+        if part and getattr(row, name).requires_grad:
+            return Declined(
+                "a weight that is trained is made of several tensors", placeholders[attribute]
+            )
+        if part:
+            parts[attribute] = part
+    return Lowered(captured, placeholders, parts)
 
 
 def _writes_unknown(program: ExportedProgram, row: _Row, found: Cut) -> Declined | None:

@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch._ops import OperatorBase, OpOverload
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, default_decompositions
 
 from .graph import is_aten, named_arguments
 from .untouched import storage_key
+from .wrapped_weights import is_wrapper, reads_part
 
 aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ def functional(
     graph = program.graph_module.graph
     memory = _by_memory(graph)
     if not all(_can_stay(node, taken_apart, memory) for node in graph.nodes):
-        return program.run_decompositions(dict(taken_apart))
+        return program.run_decompositions({**taken_apart, **_own_composites(graph)})
     for node in list(graph.nodes):
         if is_aten(node, "copy_"):
             _write_part_elsewhere(node)
@@ -65,8 +66,10 @@ def _can_stay(node: fx.Node, taken_apart: Mapping[OpOverload, object], memory: M
     target = node.target
     if not isinstance(target, OpOverload):
         return not isinstance(target, OperatorBase)
-    if target in taken_apart:
+    if target in taken_apart or _is_own_composite(target):
         return False
+    if any(is_wrapper(each.meta.get("val")) for each in node.all_input_nodes):
+        return reads_part(node)
     if target._schema.is_mutable:
         can = _fills_part if is_aten(node, "copy_") else _writes_alone
         return can(node, memory)
@@ -89,6 +92,18 @@ def _is_composite(target: OpOverload) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     defined: bool = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
     return defined or key in target.py_kernels
+
+
+def _is_own_composite(target: OpOverload) -> bool:
+    """Whether a library defines its operator by others, of which the proof knows more."""
+    return target.namespace not in ("aten", "regraft") and _is_composite(target)
+
+
+def _own_composites(graph: fx.Graph) -> dict[OpOverload, Callable[..., object]]:
+    found = {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
+    found = {target for target in found if _is_own_composite(target)}
+    table = default_decompositions() if found else {}
+    return {target: table[target] for target in found if target in table}
 
 
 def _writes_alone(node: fx.Node, memory: Memory) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,18 @@ from .sizes import Interval
 
 ROWS = ("input_ids", "position_ids")
 """Inputs [1, N] of a grafted graph; its other inputs besides weights have one entry per sequence."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A weight among the inputs, or a part of one ("qdata")."""
+
+    at: int
+    part: str = ""
+
+    def of(self, inputs: Sequence[Any]) -> Tensor:
+        tensor: Tensor = inputs[self.at]
+        return attrgetter(self.part)(tensor) if self.part else tensor
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Grafted:
     position_ids: int | None
     compiled: Callable[..., Sequence[Tensor]]
     sequence_inputs: tuple[str, ...]
-    weights: tuple[int | Held, ...]
+    weights: tuple[Given | Held, ...]
     places: tuple[Place, ...]
     rest: fx.GraphModule
     holds: Interval
@@ -91,7 +104,7 @@ class Grafted:
         inputs = [given[name] for name in self.sequence_inputs]
         for name, tensor in zip(self.sequence_inputs, inputs):
             torch._dynamo.maybe_mark_dynamic(tensor, 1 if name in ROWS else 0)
-        weights = (args[at] if isinstance(at, int) else get_tensor(*at) for at in self.weights)
+        weights = (at.of(args) if isinstance(at, Given) else get_tensor(*at) for at in self.weights)
         values = self.compiled(*inputs, *weights)
         return [
             place.rows_first(value)[:count]

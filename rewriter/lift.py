@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from .graph import TOKENS, CapturedGraph
 from .sizes import Interval, simplify_size
+from .wrapped_weights import find_weight, is_wrapper, reads_part
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -42,29 +43,63 @@ def lift(
     }
     kinds = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
     graph, copied = fx.Graph(), {}
-    root = nn.Module()
-    weights: dict[str, torch.Tensor] = {}
-    names: dict[str, str] = {}
+    weights = _Weights(graph)
+
     for node in program.graph.nodes:
         spec = kinds.get(node.name) if node.op == "placeholder" else None
         if spec is not None and spec.kind in _WEIGHTS:
-            tensor = held[spec.target]
-            attribute = "w_" + re.sub(r"\W", "_", spec.target.removeprefix(prefix))
-            _set(root, attribute, tensor)
-            copied[node] = graph.get_attr(attribute)
-            copied[node].meta = dict(node.meta)
-            weights[attribute], names[attribute] = tensor, spec.target.removeprefix(prefix)
+            full, tensor = find_weight(spec.target, held)
+            copied[node] = weights.reader(node, full.removeprefix(prefix), tensor)
+        elif reads_part(node) and copied[node.args[0]].op == "get_attr":
+            copied[node] = weights.part(node, copied[node.args[0]], node.args[1])
         elif node.op == "output":
             graph.output(_user_outputs(program, node, copied))
         else:
             copied[node] = graph.node_copy(node, lambda n: copied[n])
-    module = fx.GraphModule(root, graph)
+    weights.drop_wrappers()
+    module = fx.GraphModule(weights.root, graph)
     module.meta["writes"] = _written_names(program, prefix)
     facts = _Facts(holder, prefix, symbol, where)
     for node in graph.nodes:
         facts.fill(node)
     high = None if where.high is None else int(where.high)  # not sympy's integers
-    return CapturedGraph(module, weights, names, int(where.low), high)
+    return CapturedGraph(module, weights.tensors, weights.names, int(where.low), high)
+
+
+class _Weights:
+    """The weights of a graph that is being built, as attributes of `root`, and one node for each that reads it."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.root = nn.Module()
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[str, str] = {}
+        self._graph = graph
+        self._readers: dict[str, fx.Node] = {}
+
+    def reader(self, node: fx.Node, full: str, tensor: torch.Tensor) -> fx.Node:
+        """What takes the place of a node that holds the weight of this full name."""
+        attribute = "w_" + re.sub(r"\W", "_", full)
+        while self.names.get(attribute, full) != full:
+            attribute += "_"
+        if attribute not in self.tensors:
+            _set(self.root, attribute, tensor)
+            self.tensors[attribute], self.names[attribute] = tensor, full
+            self._readers[attribute] = self._graph.get_attr(attribute)
+            self._readers[attribute].meta = dict(node.meta)
+        return self._readers[attribute]
+
+    def part(self, node: fx.Node, whole: fx.Node, name: str) -> fx.Node:
+        """What takes the place of a node that takes this tensor out of a wrapper."""
+        attribute = str(whole.target)
+        tensor = getattr(self.tensors[attribute], name)
+        return self.reader(node, f"{self.names[attribute]}.{name}", tensor)
+
+    def drop_wrappers(self) -> None:
+        """Those of which the graph reads parts only."""
+        for attribute, node in self._readers.items():
+            if is_wrapper(self.tensors[attribute]) and not node.users:
+                del self.tensors[attribute], self.names[attribute]
+                self._graph.erase_node(node)
 
 
 def _set(root: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -146,10 +146,13 @@ class ModuleCall:
 
     @property
     def parameters(self) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-        """Each parameter of the module, and all places where the module holds it."""
+        """Each parameter of the module, and all places where the module holds it.
+
+        Not those of a module that keeps them in something else than a dict, which may copy what is put in their place.
+        """
         found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for owner, name, tensor in owned_tensors(self.module):
-            if isinstance(tensor, nn.Parameter):
+            if isinstance(tensor, nn.Parameter) and isinstance(owner._parameters, dict):
                 found.setdefault(id(tensor), (tensor, []))[1].append((owner, name))
         return list(found.values())
 

@@ -19,11 +19,18 @@ from .module_leaf import is_module_leaf
 from .pattern import Declined, Grafting, Pass, Region
 from .replay import Replay, graft_replay
 from .token_axis import Analysis, analyse, find_regions
+from .token_axis.analysis import ROW_WISE
 from .token_axis.regions import Verdict, verdict
 from .token_axis.value import has_tokens, tokens_multiple
 
 NOT_SEEN = 0.1
 """How far a pass gets with a module that it cannot look into: what it says then is not why the module is replayed."""
+
+ROWS_APART = (
+    "only what gives a row the same result, whatever rows are beside it, can be served in a packed row: "
+    "if it is known to keep rows apart, name it in row_wise; if not, and it belongs to quantised weights, load them in "
+    "another way"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Rewriting:
     found: list[Region] = field(default_factory=list)
     proof: Verdict | None = None
     switch_lengths: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    """What else the report is to say."""
     _open: list[Region] | None = None
 
     @property
@@ -268,7 +277,16 @@ def _replay(
 
 def _refuse_unservable(region: Region, analysis: Analysis) -> None:
     """A region may read rows only; anything wide at its edge means that the rows never came back in order."""
+    unruled = next((node for node in analysis.unruled if node in region.nodes), None)
     for node in region.inputs:
+        if not analysis.value(node).is_row_local and unruled is not None:
+            measured = unruled.meta.get(ROW_WISE)
+            raise RewriteError(
+                f"no rule says what {unruled.target} does to rows"
+                + (f", and {measured}" if isinstance(measured, str) else ""),
+                operation=str(unruled.target), path=unruled.meta.get("path", ""),
+                source=unruled.meta.get("source", ""), fix=ROWS_APART,
+            )  # fmt: skip
         if not analysis.value(node).is_row_local:
             raise RewriteError(
                 f"tokens are mixed in a way that cannot be undone: {describe(node)}",

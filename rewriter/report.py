@@ -162,7 +162,7 @@ def make_report(
     return RewriteReport(
         model, [LayerReport.of(served) for served in layers], dict(expected), dict(found), passes, str(state.proof),
         sum(spec.num_bytes for spec in rows.values()), sum(spec.num_bytes for spec in states.values()),
-        len(state.graph.nodes), seconds, max_positions, _bytes_in_reach(rows.values()),
+        len(state.graph.nodes), seconds, max_positions, _bytes_in_reach(rows.values()), notes=[*state.notes],
     )  # fmt: skip
 
 

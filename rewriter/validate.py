@@ -188,7 +188,9 @@ def validate_likewise(
         except ChoicesUnknown:
             return None
         pairs[name] = expected, logits
-    return Validation.of_likewise(texts, pairs, ties, artifact.dtype) if ties.differing else None
+    return (
+        Validation.of_likewise(texts, pairs, ties, artifact.precision) if ties.differing else None
+    )
 
 
 def check_positions(model: Any, text: Sequence[int], counted: torch.Tensor) -> None:

@@ -71,6 +71,11 @@ class EngineConfig:
     ("aten.pow.Tensor_Scalar"), "replay" for replayed regions, or paths of modules ("model.layers.3").
     Nothing is promised of a model that has one (default none)."""
 
+    row_wise: tuple[str, ...] = ()
+    """Operators of libraries, as products of quantised weights ("bitsandbytes.gemv_4bit.default"), of
+    which you know that row i of what they return depends on row i of what they are given alone.
+    Regraft has no rule for them; it takes your word if they do not fail a measurement (default none)."""
+
     fallback: str = "replay"
     """What becomes of a token-mixing region that no pass knows: "replay" (exact, slow) or "refuse"
     (default "replay")."""
@@ -132,9 +137,11 @@ class EngineConfig:
         return device.type == "cuda" and self.cuda_graphs is not False
 
     def _check_invariance(self) -> None:
+        for field in ("allow_variant", "row_wise"):
+            names = getattr(self, field)
+            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{field}={names!r} is no tuple of names")
         names = self.allow_variant
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"allow_variant={names!r} is no tuple of names")
         if names and not self.batch_invariant:
             raise ValueError(f"allow_variant={names!r} says nothing without batch_invariant=True")
 

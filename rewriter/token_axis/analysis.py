@@ -12,7 +12,7 @@ from torch import fx
 
 from regraft.rewriter.graph import Size, shape_of
 
-from .value import FIXED, PERM, ROWS, Axis, Value, has_tokens, make
+from .value import FIXED, PERM, ROWS, Axis, Value, has_tokens, join, make
 
 Result = Value | tuple[Value, ...]
 Rule = Callable[["Facts"], Result]
@@ -30,6 +30,9 @@ TOKEN_INPUTS = ("input_ids", "position_ids")
 A_VALUE = "the number of tokens is used as a value"
 RETURNED = "rows_returned"
 """Key of a node's meta: no rule says so, but its rows are one per token again (see rewriter/returned_rows.py)."""
+ROW_WISE = "row_wise"
+"""Key of a node's meta: no rule says so, but it keeps rows apart (see rewriter/row_wise.py). Per number of a result
+that is read, the dimension of its rows; or a text that says why it does not."""
 
 
 def rule(*names: str, sizes: bool = False) -> Callable[[Rule], Rule]:
@@ -161,7 +164,13 @@ class Analysis:
     uncut: dict[fx.Node, Value] = field(default_factory=dict)
     positional: set[fx.Node] = field(default_factory=set)
     history: set[fx.Node] = field(default_factory=set)
-    unknown: dict[str, fx.Node] = field(default_factory=dict)
+    unruled: list[fx.Node] = field(default_factory=list)
+    """Calls without a rule."""
+
+    @property
+    def unknown(self) -> dict[str, fx.Node]:
+        """The first call of each operator without a rule."""
+        return {str(node.target): node for node in reversed(self.unruled)}
 
     def value(self, node: fx.Node) -> Value:
         value = self.values[node]
@@ -202,8 +211,9 @@ def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
     facts = Facts(node, analysis.values)
     found = _rule_for(node, facts)
     if found is None:
-        analysis.unknown.setdefault(str(node.target), node)
-        return facts.unknown(f"no rule for {node.target}")
+        analysis.unruled.append(node)
+        measured = node.meta.get(ROW_WISE, "")
+        return facts.unknown(f"no rule for {node.target}{measured and ', and '}{measured}")
     try:
         result = found(facts)
     except Unforeseen as reason:
@@ -216,6 +226,23 @@ def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
         if isinstance(result, Value)
         else tuple(part.mix(stray) for part in result)
     )
+
+
+def _row_wise(facts: Facts) -> Result:
+    """A call that was seen to keep rows apart: one dimension of all that it reads and returns has the tokens."""
+    axes: dict[int, Axis] = {}
+    mixed, why = False, ""
+    for operand in facts.tensors:
+        value = facts.value(operand)
+        mixed, why = mixed or value.mixed, why or value.why
+        for _, axis in value.axes:
+            axes[0] = join(axes.get(0), axis)
+    dims: dict[int, int] = facts.node.meta[ROW_WISE]
+    results = tuple(
+        make({dims[number]: axes[0]} if number in dims and axes else {}, mixed, why)
+        for number in range(len(facts.out_shapes))
+    )
+    return results if facts.has_many else results[0]
 
 
 def is_grafted(node: fx.Node) -> bool:
@@ -253,6 +280,8 @@ def holds_size(node: fx.Node, values: dict[fx.Node, Result]) -> bool:
 
 def _rule_for(node: fx.Node, facts: Facts) -> Rule | None:
     target = node.target
+    if isinstance(node.meta.get(ROW_WISE), dict):
+        return _row_wise
     if isinstance(target, torch._ops.OpOverload):
         if target.namespace == "aten":
             return RULES.get(target._opname)

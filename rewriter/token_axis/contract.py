@@ -51,7 +51,7 @@ def _batch(count: int) -> list[str]:
     return [f"b{i}" for i in reversed(range(count))]
 
 
-@rule("matmul", "bmm", "mm")
+@rule("matmul", "bmm", "mm", "_int_mm")
 def matmul(facts: Facts) -> Value:
     left, right = facts.tensor(0, "self"), facts.tensor(1, "other")
     ranks = len(facts.shape(left)), len(facts.shape(right))

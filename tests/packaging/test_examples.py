@@ -166,6 +166,14 @@ def test_serve_load(folder: Path) -> None:
     assert len(re.findall(r"^outside the model [\d.]+% of", printed, re.MULTILINE)) == 2
 
 
+def test_quantised() -> None:
+    printed = run("quantised.py")
+    assert re.search(r"^not quantised .* 2 grafted, 0 replayed", printed, re.MULTILINE)
+    rows = printed.splitlines()[1:]
+    ends = ("not installed", "refused: ", "does not run here: ", "grafted, ")
+    assert len(rows) == 21 and all(any(end in row for end in ends) for row in rows)
+
+
 def test_own_pass() -> None:
     printed = run("own_pass.py")
     assert "mixing | replayed" in printed
