@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         "--batch-invariant", action="store_true", help="in the mode that promises the same bits"
     )
     check.add_argument("--dtype", default="auto", help='of the weights (default "auto")')
-    check.add_argument("--sizes", type=int, nargs="+", metavar="N", help="requests in a batch")
+    check.add_argument("--sizes", type=_count, nargs="+", metavar="N", help="requests in a batch")
     check.set_defaults(run=_check)
     generate = commands.add_parser("generate", help="answer prompts with a model")
     generate.add_argument("model", help="a hub id or a folder")
@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_serve(commands)
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return int(text)
 
 
 def _add_bench(commands: Any) -> None:
@@ -109,6 +115,8 @@ def _load(options: argparse.Namespace) -> Any:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(options, "dtype", "auto")
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype {dtype} is none of torch's: auto, float32, bfloat16, float16")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
     if not hasattr(options, "device"):
         return model

@@ -18,6 +18,8 @@ class Comparison:
     top5_overlap  mean share of a's five likeliest tokens that are among b's
     dnll          |mean negative log-likelihood of the text under a - under b|, in nats
     max_abs       largest absolute difference of two logits
+
+    Equal infinities are no difference.
     """
 
     mean_kl: float
@@ -38,7 +40,7 @@ class Comparison:
 def compare(
     logits_a: Sequence[torch.Tensor] | torch.Tensor,
     logits_b: Sequence[torch.Tensor] | torch.Tensor,
-    token_ids: Sequence[Sequence[int]] | Sequence[int],
+    token_ids: Sequence[Sequence[int]] | Sequence[int] | torch.Tensor,
 ) -> Comparison:
     """Compare two teacher-forced scorings of the same texts.
 
@@ -47,6 +49,8 @@ def compare(
 
     Raises ValueError if numbers of sequences or shapes differ.
     """
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.tolist()
     firsts = [logits_a] if isinstance(logits_a, torch.Tensor) else list(logits_a)
     seconds = [logits_b] if isinstance(logits_b, torch.Tensor) else list(logits_b)
     texts = [token_ids] if token_ids and isinstance(token_ids[0], int) else list(token_ids)
@@ -56,12 +60,12 @@ def compare(
         )
     if not firsts:
         raise ValueError("nothing to compare")
-    kl, overlap, nll, worst, count = torch.zeros(2), 0.0, torch.zeros(2), 0.0, 0
-    kl, nll, predicted = kl.double(), nll.double(), 0
+    kl, overlap, worst, count = torch.zeros(2).double(), 0.0, 0.0, 0
+    dnll, predicted = 0.0, 0
     for a, b, text in zip(firsts, seconds, texts, strict=True):
-        if a.shape != b.shape or a.shape[0] != len(text):  # type: ignore[arg-type]
-            raise ValueError(f"logits {tuple(a.shape)} and {tuple(b.shape)} for {len(text)} tokens")  # type: ignore[arg-type]
-        tokens: list[int] = [*text]  # type: ignore[misc]
+        if a.shape != b.shape or a.shape[0] != len(text):
+            raise ValueError(f"logits {tuple(a.shape)} and {tuple(b.shape)} for {len(text)} tokens")
+        tokens: list[int] = [*text]
         if not all(0 <= token < a.shape[1] for token in tokens):
             raise ValueError(
                 f"a token of {tokens[:8]}... is outside the vocabulary of {a.shape[1]}"
@@ -69,14 +73,20 @@ def compare(
         p, q = (x.double().log_softmax(-1) for x in (a, b.to(a.device)))
         kl += torch.stack([_kl(p, q), _kl(q, p)]).cpu()
         overlap += _top5(p, q)
-        nll += torch.stack([_nll(p, text), _nll(q, text)]).cpu()
-        difference = (a - b.to(a.device)).abs()
+        dnll += float(_apart(_of_text(p, text), _of_text(q, text)).sum())
+        difference = _apart(a, b.to(a.device)).abs()
         worst = (
             max(worst, float(difference.max())) if not difference.isnan().any() else float("nan")
         )
         count, predicted = count + a.shape[0], predicted + a.shape[0] - 1
-    dnll = float((nll[0] - nll[1]).abs()) / max(predicted, 1)
-    return Comparison(float(kl.max()) / count, overlap / count, dnll, worst)
+    return Comparison(
+        float(kl.max()) / count, overlap / count, abs(dnll) / max(predicted, 1), worst
+    )
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b; 0 where they are equal, infinite or not."""
+    return torch.where(a == b, 0.0, a - b)
 
 
 def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -91,6 +101,7 @@ def _top5(p: torch.Tensor, q: torch.Tensor) -> float:
     return float((first[..., :, None] == second[..., None, :]).any(-1).double().mean(-1).sum())
 
 
-def _nll(p: torch.Tensor, text: object) -> torch.Tensor:
+def _of_text(p: torch.Tensor, text: object) -> torch.Tensor:
+    """The log-probabilities of the text's tokens but the first."""
     targets = torch.tensor(list(text)[1:], device=p.device, dtype=torch.long)  # type: ignore[call-overload]
-    return -p[:-1].gather(1, targets[:, None]).sum()
+    return p[:-1].gather(1, targets[:, None])

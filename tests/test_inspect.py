@@ -242,3 +242,20 @@ def test_a_configuration_of_any_file_name(tmp_path: Path) -> None:
     (tmp_path / "t5.json").write_text(json.dumps({"model_type": "t5", "d_model": 32}))
     with pytest.raises(regraft.RewriteError, match="T5Config is of an encoder-decoder model"):
         regraft.inspect(tmp_path / "t5.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--sizes", "0"], "'0' is not a whole number of 1 or more"),
+        (["--sizes", "-3"], "'-3' is not a whole number of 1 or more"),
+        (["--dtype", "float8"], "--dtype float8 is none of torch's"),
+    ],
+)
+def test_what_check_cannot_be_asked_is_status_2(options, reason, capsys):
+    try:
+        status = main(["check", "/nowhere", *options])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+    assert reason in capsys.readouterr().err

@@ -32,3 +32,16 @@ def test_what_is_equal_is_noise() -> None:
     found = regraft.compare(LOGITS, LOGITS.clone(), [1, 2, 3])
     assert found.acceptable
     assert (found.mean_kl, found.top5_overlap, found.dnll, found.max_abs) == (0, 1, 0, 0)
+
+
+def test_equal_infinities_are_no_difference():
+    logits = torch.randn(5, 7)
+    logits[:, 6] = -torch.inf
+    text = [1, 6, 2, 6, 3]
+    same = regraft.compare(logits, logits.clone(), torch.tensor(text))
+    assert (same.max_abs, same.dnll, same.acceptable) == (0.0, 0.0, True)
+    other = logits.clone()
+    other[2, 6] = 0.0
+    assert not regraft.compare(logits, other, text).acceptable
+    assert not regraft.compare(other, logits, text).acceptable
+    assert regraft.compare(logits, other, text).max_abs == torch.inf
