@@ -129,12 +129,13 @@ def inspect(
         model_or_config if isinstance(model_or_config, nn.Module) else meta_model(model_or_config)
     )
     start = time.perf_counter()
-    if not any(p.is_meta for p in model.parameters()):
+    has_weights = not any(p.is_meta for p in model.parameters())
+    if has_weights:
         admit(model)
         _settle(model)
     state = _rewrite(model, fallback, row_wise)
     report = _report(model, state, time.perf_counter() - start)
-    if any(p.is_meta for p in model.parameters()) and any(served.replay for served in state.served):
+    if not has_weights and any(served.replay for served in state.served):
         report.notes.append(
             "without weights, the prefix stability of replayed regions was not tested"
         )

@@ -55,21 +55,27 @@ def token_dim(node: fx.Node) -> int | None:
     return dims[0] if len(dims) == 1 and shape_of(node)[dims[0]] == TOKENS else None
 
 
+def measured_text(captured: CapturedGraph) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids and positions, [1, N], to run a graph on; None on the meta device, and for a graph of short texts alone."""
+    device = next((tensor.device for tensor in captured.weights.values()), torch.device("cpu"))
+    length = LONGEST + captured.min_tokens
+    if device.type == "meta" or (captured.max_tokens or length) < length:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(int(shape_of(captured.logits)[-1]), (1, length), generator=generator)
+    return ids.to(device), torch.arange(length, device=device)[None]
+
+
 def _measure(captured: CapturedGraph, nodes: list[fx.Node]) -> dict[fx.Node, bool]:
     """Per node: do its rows stay as they are when the text is cut behind them?"""
-    device = next((tensor.device for tensor in captured.weights.values()), torch.device("cpu"))
-    more = captured.min_tokens
-    if device.type == "meta" or (captured.max_tokens or LONGEST + more) < LONGEST + more:
+    text = measured_text(captured)
+    if text is None:
         return {}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        int(shape_of(captured.logits)[-1]), (1, LONGEST + more), generator=generator
-    )
-    ids, positions = ids.to(device), torch.arange(LONGEST + more, device=device)[None]
+    ids, positions = text
     whole = dict(_run(captured, nodes, ids, positions))
     steady = dict.fromkeys(whole, True)
     for cut in CUTS:
-        end = cut + more
+        end = cut + captured.min_tokens
         for node, part in _run(captured, nodes, ids[:, :end], positions[:, :end]):
             rows = whole[node].narrow(token_dim(node), 0, end)
             limit = TOLERANCE.get(part.dtype, 0.0)

@@ -23,12 +23,10 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
 from .errors import RewriteError
-from .graph import CapturedGraph, Size, describe, shape_of
+from .graph import CapturedGraph, Size, describe
+from .returned_rows import measured_text
 from .token_axis.analysis import ROW_WISE, analyse
 from .token_axis.value import has_tokens
-
-LENGTH = 40
-"""Tokens of the measured text. A graph that needs more has them on top."""
 
 ROUNDING = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 """Largest difference, as a part of the largest magnitude; integers must be equal."""
@@ -56,12 +54,11 @@ def mark_row_wise(captured: CapturedGraph, names: Collection[str] = ()) -> dict[
     """
     nodes = [node for node in analyse(captured.graph).unruled if _has_tokens(node)]
     _check_names(names, {str(node.target) for node in nodes})
-    device = next((tensor.device for tensor in captured.weights.values()), torch.device("cpu"))
-    length = LENGTH + captured.min_tokens
-    if not nodes or device.type == "meta" or (captured.max_tokens or length) < length:
+    text = measured_text(captured) if nodes else None
+    if text is None:
         return {}
     calls = {node: _call_of(node) for node in nodes}
-    found = _measure(captured, [c for c in calls.values() if isinstance(c, Unruled)], length)
+    found = _measure(captured, [c for c in calls.values() if isinstance(c, Unruled)], text)
     said: dict[str, str] = {}
     for node, call in calls.items():
         name = str(node.target)
@@ -123,7 +120,9 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 
 @torch.no_grad()
-def _measure(captured: CapturedGraph, calls: list[Unruled], length: int) -> dict[fx.Node, str]:
+def _measure(
+    captured: CapturedGraph, calls: list[Unruled], text: tuple[torch.Tensor, torch.Tensor]
+) -> dict[fx.Node, str]:
     """Per call why it does not keep rows apart; calls of one operator with operands of one kind are measured once."""
     wanted = {call.node: call for call in calls}
     known: dict[object, str] = {}
@@ -140,11 +139,7 @@ def _measure(captured: CapturedGraph, calls: list[Unruled], length: int) -> dict
                 found[node] = known[kind]
             return super().run_node(node)
 
-    weight = next(iter(captured.weights.values()))
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = int(shape_of(captured.logits)[-1])
-    ids = torch.randint(vocabulary, (1, length), generator=generator).to(weight.device)
-    Meter(captured.module).run(ids, torch.arange(length, device=weight.device)[None])
+    Meter(captured.module).run(*text)
     return found
 
 

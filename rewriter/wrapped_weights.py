@@ -59,13 +59,19 @@ def reads_part(node: fx.Node) -> bool:
     return node.target is torch.ops.export.access_subclass_inner_tensor.default
 
 
+def _held(owner: nn.Module, name: str) -> torch.Tensor | None:
+    tensor = owner._parameters.get(name)
+    return owner._buffers.get(name) if tensor is None else tensor
+
+
 def weight_of(owner: nn.Module, name: str) -> torch.Tensor:
     """A tensor that a module holds, or a part of it ("weight.qdata"). Raises RewriteError if it is not there."""
+    whole = _held(owner, name)
+    if whole is not None:  # nearly always, and every weight is looked up in every step
+        return whole
     root, *inner = name.split(".")
-    tensor: torch.Tensor | None = owner._parameters.get(root)
-    if tensor is None:
-        tensor = owner._buffers.get(root)
-    found: torch.Tensor = getattr(owner, root) if tensor is None else tensor
+    held = _held(owner, root)
+    found: torch.Tensor = getattr(owner, root) if held is None else held
     for attribute in inner:
         if not hasattr(found, attribute):
             raise RewriteError(

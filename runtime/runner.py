@@ -16,6 +16,7 @@ from .batch import Batch, build_batch, pad
 from .compiled import SMALLEST, CompiledProgram, GraphModel
 from .cuda_graphs import CaptureError, StepGraphs, operator_that_waits
 from .pages import BlockTables
+from .pools import pool_shapes
 from .request import PENDING, Span
 from .staging import Arrays, upload
 
@@ -187,13 +188,8 @@ class Runner:
 
 def _make_pools(model: RewrittenModel, capacity: Capacity) -> dict[str, torch.Tensor]:
     """The caches by name; ValueError if a GPU has no room for them."""
-    shapes = {
-        row.name: (row.pool_shape(capacity.pages[row.reach], capacity.page_size), row.dtype)
-        for row in model.rows
-    } | {
-        state.name: ((capacity.num_slots + capacity.num_checkpoints, *state.shape), state.dtype)
-        for state in model.states
-    }
+    num_slots = capacity.num_slots + capacity.num_checkpoints
+    shapes = pool_shapes(model, capacity.pages, capacity.page_size, num_slots)
     try:
         return {name: _zeros(*wanted, model.device) for name, wanted in shapes.items()}
     except torch.OutOfMemoryError as error:

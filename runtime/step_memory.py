@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from regraft.rewriter.declare import reaches_of
+
 from .config import EngineConfig
+from .pools import pool_shapes
 from .scratch import scratch_step
 
 if TYPE_CHECKING:
@@ -29,12 +32,10 @@ def step_bytes(model: RewrittenModel, config: EngineConfig) -> int:
     sequences = min(config.max_requests, config.max_batch_tokens)
     size = config.page_size if model.rows else 0
     try:
+        pages = dict.fromkeys(reaches_of(model.rows), _PAGES)
         pools = {
-            row.name: torch.zeros(row.pool_shape(_PAGES, size), dtype=row.dtype, device=device)
-            for row in model.rows
-        } | {
-            state.name: torch.zeros((_PAGES, *state.shape), dtype=state.dtype, device=device)
-            for state in model.states
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in pool_shapes(model, pages, size, _PAGES).items()
         }
         sizes = (config.max_batch_tokens, sequences, sequences, 1)
         inputs = {**scratch_step(sizes, size, model), **pools}

@@ -230,16 +230,16 @@ def _evaluate(node: fx.Node, analysis: Analysis) -> Result:
 
 def _row_wise(facts: Facts) -> Result:
     """A call that was seen to keep rows apart: one dimension of all that it reads and returns has the tokens."""
-    axes: dict[int, Axis] = {}
+    tokens: Axis | None = None
     mixed, why = False, ""
     for operand in facts.tensors:
         value = facts.value(operand)
         mixed, why = mixed or value.mixed, why or value.why
         for _, axis in value.axes:
-            axes[0] = join(axes.get(0), axis)
+            tokens = join(tokens, axis)
     dims: dict[int, int] = facts.node.meta[ROW_WISE]
     results = tuple(
-        make({dims[number]: axes[0]} if number in dims and axes else {}, mixed, why)
+        make({dims[number]: tokens} if number in dims and tokens else {}, mixed, why)
         for number in range(len(facts.out_shapes))
     )
     return results if facts.has_many else results[0]
