@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from regraft.loading import meta_model
-from regraft.passes import merge_linears
+from regraft.passes import few_rows, merge_linears
 from regraft.passes.invariant import make_invariant
 from regraft.passes.logits import select_rows
 from regraft.passes.registry import pipeline
@@ -89,6 +89,8 @@ def wrap(
     if config.batch_invariant:
         count = make_invariant(state.captured, config.allow_variant)
         report.notes.append(f"batch invariant: {count} operations have a fixed order per row")
+    elif device.type == "cuda" and is_compiled:
+        few_rows.take_few_rows(state.captured)
     engine = Engine(
         artifact,
         config,

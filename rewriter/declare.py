@@ -6,6 +6,7 @@ alone and knows no model.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Reach:
     window: int = 0
     chunk: int = 0
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Most tokens whose rows one token reads, its own among them; 0 if any number."""
         return min((size for size in (self.window, self.chunk) if size), default=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx, nn
 
 from regraft.rewriter.declare import RowSpec, StateSpec
 
+from .dependent_launch import compile_graph
 from .program import Body, Program
 from .scratch import scratch_step
 
@@ -58,7 +60,7 @@ class CompiledProgram:
     ) -> None:
         self.num_compiled = 0
         self._is_final = False
-        self._compiler = compiler or torch._inductor.compile
+        self._compiler = compiler or partial(compile_graph, device=model.device)
         self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)

@@ -139,6 +139,7 @@ class StepGraphs:
             self._widths = [pages for pages in _PAGES if pages < max_pages] + [max(2, max_pages)]
         sizes = {cdiv(max_tokens * part, _PARTS) for part in range(1, _PARTS + 1)}
         self._token_buckets = sorted(sizes - {0, 1})
+        self._most_sequences = self._buckets[-1] + 1  # and one that fills a step with prompts up
         self._met: set[tuple[int, int]] = set()
         self._recorded: dict[Key, Recorded] = {}
         self._logits: torch.Tensor | None = None
@@ -202,7 +203,7 @@ class StepGraphs:
         if tokens is None:
             return None
         wanted = max(len(arrays["context_lens"]) + (tokens > count), len(arrays["logits_rows"]))
-        sizes = (_FEW_SEQUENCES, self._buckets[-1])
+        sizes = (_FEW_SEQUENCES, self._most_sequences)
         return None if wanted > sizes[-1] else (tokens, _least(sizes, wanted))
 
     def _graph(self, tokens: int, sequences: int, pages: int, *, is_decode: bool) -> Recorded:
@@ -235,9 +236,9 @@ class StepGraphs:
         return Recorded(replay, layout, buffer, tables, logits)
 
     def _table(self, name: str, width: int) -> torch.Tensor:
-        """[largest bucket, width], one for all graphs of this width."""
+        """[most sequences, width], one for all graphs of this width."""
         if (name, width) not in self._tables:
-            shape, device = (self._buckets[-1], width), self._last_tokens.device
+            shape, device = (self._most_sequences, width), self._last_tokens.device
             self._tables[name, width] = torch.zeros(shape, dtype=torch.int32, device=device)
         return self._tables[name, width]
 
@@ -253,7 +254,7 @@ class StepGraphs:
     def _in_one_place(self, logits: torch.Tensor) -> torch.Tensor:
         """A copy where all graphs of steps with prompts leave theirs: they are many, and each would keep its own."""
         if self._logits is None:
-            shape = (self._buckets[-1], logits.shape[-1])
+            shape = (self._most_sequences, logits.shape[-1])
             self._logits = torch.empty(shape, dtype=logits.dtype, device=logits.device)
         return self._logits[: len(logits)].copy_(logits)
 

@@ -78,11 +78,10 @@ class PageGroup:
 
     def take(self, slot: int, held: Held, count: int, room: int) -> None:
         """Gives a request `count` pages more; it may come to have `room` of them."""
-        if count > 0:
-            last = held.pages[-1] if held.pages else 0
-            pages = self.pool.take(count, last, room)
-            self.tables.extend(slot, held.end, pages)
-            held.pages.extend(pages)
+        last = held.pages[-1] if held.pages else 0
+        pages = self.pool.take(count, last, room)
+        self.tables.extend(slot, held.end, pages)
+        held.pages.extend(pages)
 
     def leave(self, slot: int, held: Held, num_cached: int) -> None:
         """Takes back the pages that no token behind the first `num_cached` reads."""

@@ -352,8 +352,9 @@ class Scheduler:
         return group.most(request.most_cached, num_new)
 
     def _take_pages(self, request: Request, group: PageGroup, held: Held, count: int) -> None:
-        room = self._most_pages(request, group, self.config.max_batch_tokens)
-        group.take(request.slot, held, count, room)
+        if count > 0:  # most decode steps need no page
+            room = self._most_pages(request, group, self.config.max_batch_tokens)
+            group.take(request.slot, held, count, room)
 
     def _clear_tables(self, request: Request) -> None:
         for tables in self.tables.values():

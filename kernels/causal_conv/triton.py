@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.recurrent.triton import (
     lookup_size,
     optional_strides,
@@ -23,6 +24,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows,
     zero_rows_of_nobody,
 )
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 _TILE = 16
@@ -88,10 +90,11 @@ def _launch(
     common: dict[str, Any] = {
         "CHANNELS": channels,
         "KEPT": kept,
-        "BC": min(256 if decode_only else 128, power_of_2(channels)),
+        "BC": min(128, power_of_2(channels)),
         "BW": power_of_2(max(1, kept)),
         "num_stages": 1,
         "enable_fp_fusion": fusion,
+        **dependent(x.device),
     }
     blocks = cdiv(channels, common["BC"])
     state = (x, x.stride(), conv_state, conv_state.stride())
@@ -119,11 +122,12 @@ def step_kernel(
     x_ptr, x_by, state_ptr, state_by, weight_ptr, weight_by, bias_ptr, bias_by, out_ptr,
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
-    STORED: tl.constexpr, HANDS_ON: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    STORED: tl.constexpr, HANDS_ON: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of BC channels, sequence), meant for one token each. Without a weight the taps themselves
     are stored: STORED numbers a channel.
     """
+    wait_for_last(DEPENDENT)
     c_C = tl.program_id(0) * BC + tl.arange(0, BC)
     is_in_C = c_C < CHANNELS
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
@@ -162,8 +166,10 @@ def tile_kernel(
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_seqs, num_tokens,
     CHANNELS: tl.constexpr, KEPT: tl.constexpr, TAPS: tl.constexpr, DILATION: tl.constexpr, SILU: tl.constexpr,
     STORED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, R: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BT tokens of a sequence, block of BC channels)."""
+    wait_for_last(DEPENDENT)
     c_C = tl.program_id(1) * BC + tl.arange(0, BC)
     is_in_C = c_C < CHANNELS
     seq, start, begin, end = own_tile(cu_seqlens_ptr, num_seqs, BT, R)
@@ -261,9 +267,10 @@ def activated(x, dtype: tl.constexpr, SILU: tl.constexpr):
 @triton.jit
 def hand_on_kernel(
     x_ptr, x_by, state_ptr, state_by, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr,
-    CHANNELS: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
+    CHANNELS: tl.constexpr, KEPT: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of BC channels, sequence): only the new window."""
+    wait_for_last(DEPENDENT)
     c_C = tl.program_id(0) * BC + tl.arange(0, BC)
     start, end, slot, context = own_sequence(cu_seqlens_ptr, context_lens_ptr, state_slots_ptr)
     hand_on(

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.recurrent.triton import (
     own_sequence,
     own_state,
@@ -16,6 +17,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv
 
 CHUNKS = {"C": 32, "BV": 32, "num_warps": 4, "num_stages": 2}
@@ -54,6 +56,7 @@ def decayed_linear_triton(
         "state_slots_ptr": state_slots,
         "K": q.shape[2],
         "V": width,
+        **dependent(q.device),
     }
     if by_chunks is None:
         by_chunks = pays_by_chunks(tokens, len(context_lens))
@@ -71,8 +74,10 @@ def decayed_linear_triton(
 def linear_kernel(
     operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
     ONE_TOKEN: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, head, sequence). ONE_TOKEN leaves sequences with more to the chunks."""
+    wait_for_last(DEPENDENT)
     q_ptr, k_ptr, v_ptr, decay_ptr, state_ptr = operands
     q_by, k_by, v_by, decay_by, state_by = strides
     head = tl.program_id(1)
@@ -108,8 +113,10 @@ def linear_kernel(
 def linear_chunk_kernel(
     operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr,
     PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, head, sequence of several tokens)."""
+    wait_for_last(DEPENDENT)
     q_ptr, k_ptr, v_ptr, decay_ptr, state_ptr = operands
     q_by, k_by, v_by, decay_by, state_by = strides
     head = tl.program_id(1)

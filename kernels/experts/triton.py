@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 
@@ -36,7 +38,8 @@ def expert_linear_triton(
     grid = (rows // tiles["M"] + experts, cdiv(out.shape[1], tiles["N"]))
     expert_kernel[grid](
         x, *x.stride(), weight, weight.stride(0), in_stride, out_stride, out, order, starts, rows,
-        EXPERTS=experts, E=power_of_2(experts), K=width, OUT=out.shape[1], enable_fp_fusion=True, **tiles,
+        EXPERTS=experts, E=power_of_2(experts), K=width, OUT=out.shape[1], enable_fp_fusion=True,
+        **dependent(x.device), **tiles,
     )  # fmt: skip
     return out
 
@@ -45,13 +48,14 @@ def expert_linear_triton(
 def expert_kernel(
     x_ptr, x_row, x_col, w_ptr, w_expert, w_in, w_out, out_ptr, order_ptr, starts_ptr, num_rows,
     EXPERTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, OUT: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, KT: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, KT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of M rows of one expert, N columns). `order` lists the rows by expert, `starts` where in it
     each expert begins.
 
     Block starts[e] // M + e is the first of expert e: there are a few blocks too many, but nothing has to be counted.
     """
+    wait_for_last(DEPENDENT)
     block, column = tl.program_id(0), tl.program_id(1)
     e_E = tl.arange(0, E)
     start_E = tl.load(starts_ptr + e_E, mask=e_E < EXPERTS, other=num_rows)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.paged_attention.triton import _is_shared, _parts, _score
 from regraft.kernels.whole import cdiv, power_of_2
 
@@ -89,9 +90,11 @@ def paged_attention(
     q, k, v = settled(q), settled(k), k[..., :v_width] if shared else settled(v)
     operands = (q, k, v, k_cache, v_cache)
     strides = tuple(x.stride() for x in operands)
+    started = dependent(q.device)
     widths = {"D": _parts(width), "DV": _parts(v_width), "PAGE_SIZE": page_size}
     write_kernel[(cdiv(tokens, 4), kv_heads)](
-        operands, strides, slot_mapping, tokens, SHARED=shared, W=4, num_warps=1, enable_fp_fusion=False, **widths
+        operands, strides, slot_mapping, tokens, SHARED=shared, W=4, num_warps=1, enable_fp_fusion=False,
+        **started, **widths,
     )  # fmt: skip
     length = block_table.shape[1] * page_size
     if form is None:
@@ -120,12 +123,12 @@ def paged_attention(
         out, scratch, cu_seqlens, context_lens, block_table, block_table.stride(0), tokens, seqs, segments, scale,
         SCORE=_score(scale, softcap, alibi_slopes, rel_bias), KV_HEADS=kv_heads, GROUP=group, SHARE=share, Q=block,
         IS_SPLIT=is_split, IN_MEMORY=in_memory, SHARED=shared, M=form.M, N=keys,
-        num_warps=form.num_warps, num_stages=2, enable_fp_fusion=False, **widths, **common,
+        num_warps=form.num_warps, num_stages=2, enable_fp_fusion=False, **started, **widths, **common,
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens, heads)](
             scratch, sinks, out, segments, V=power_of_2(v_width), DV=v_width,
-            num_warps=1 if v_width <= 128 else 4, enable_fp_fusion=False, **common,
+            num_warps=1 if v_width <= 128 else 4, enable_fp_fusion=False, **started, **common,
         )  # fmt: skip
     return out
 

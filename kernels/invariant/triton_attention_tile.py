@@ -19,6 +19,7 @@ from regraft.kernels.paged_attention.triton_tile import (
     shape_scores,
     store_rows,
 )
+from regraft.kernels.triton_wait import wait_for_last
 
 COLUMNS = tl.constexpr(16)
 """As narrow as a product of tensor cores is."""
@@ -28,10 +29,12 @@ COLUMNS = tl.constexpr(16)
 def write_kernel(
     operands, strides, slot_mapping_ptr, num_tokens,
     SHARED: tl.constexpr, W: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of W tokens, key head): this step's keys and values to their pages. Attention then reads
     nothing but pages, whatever of them is new.
     """
+    wait_for_last(DEPENDENT)
     token_W = tl.program_id(0) * W + tl.arange(0, W)
     valid_W = token_W < num_tokens
     kv_head = tl.program_id(1)
@@ -58,11 +61,12 @@ def segment_kernel(
     SCORE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, Q: tl.constexpr,
     IS_SPLIT: tl.constexpr, IN_MEMORY: tl.constexpr, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of Q tokens of one sequence, key head and share of its heads), with IS_SPLIT for each
     segment. Row m is head m % SHARE of the program's, of the block's token m // SHARE. The last blocks begin first.
     """
+    wait_for_last(DEPENDENT)
     PARTS: tl.constexpr = (GROUP + SHARE - 1) // SHARE
     PROGRAMS: tl.constexpr = KV_HEADS * PARTS
     block = tl.num_programs(0) // PROGRAMS - 1 - tl.program_id(0) // PROGRAMS
@@ -260,9 +264,10 @@ def store_segment(state, scratch, at_M, behind, is_row_M, DV: tl.constexpr):
 @triton.jit(do_not_specialize=["num_segments"])
 def combine_kernel(
     scratch, sinks_ptr, out_ptr, num_segments, V: tl.constexpr, DV: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SEGMENT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (token, head): its segments merged in order, the same arithmetic as `merged`."""
+    wait_for_last(DEPENDENT)
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     end = tl.load(scratch[2] + token)
     at = (token.to(tl.int64) * heads + head) * num_segments

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from regraft.kernels.dependent import dependent
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 from .product_forms import PART, Form, chosen, forms, num_parts
@@ -45,7 +47,7 @@ def product(
     if not out.numel():
         return out
     launch = _planned(
-        batch, rows, columns, width, x.dtype, num_processors(x.device), _is_fetched(weight), form, parts
+        batch, rows, columns, width, x.dtype, num_processors(x.device), is_fetched(weight), form, parts
     )  # fmt: skip
     x, form, parts, is_split = settled(x), launch.form, launch.parts, launch.is_split
     target = out
@@ -56,14 +58,14 @@ def product(
         blocks = ([form.M, form.K], [form.N, form.K])
         operands = tuple(map(TensorDescriptor.from_tensor, (x[0], weight[0]), blocks))
     product_kernel[launch.grid](
-        *operands, x.stride(), weight.stride(), None if is_split else bias, target, target.stride()[-3:],
-        rows, columns, width, launch.part, batch, **launch.constants,
+        *operands, weight, x.stride(), weight.stride(), None if is_split else bias, target, target.stride()[-3:],
+        rows, columns, width, launch.part, batch, **dependent(x.device), **launch.constants,
     )  # fmt: skip
     if is_split:
         block = min(1024, power_of_2(columns))
         add_parts_kernel[(batch * rows, cdiv(columns, block))](
             target, bias, out, out.stride(), rows, columns, PARTS=parts, BLOCK=block,
-            num_warps=4, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False, **dependent(x.device),
         )  # fmt: skip
     return out
 
@@ -105,10 +107,10 @@ def forms_of(weight: Tensor) -> list[Form]:
     processors = num_processors(weight.device)
     columns, width = weight.shape
     parts = num_parts(columns, width, processors)
-    return forms(columns, weight.dtype, parts, processors, _is_fetched(weight[None]))
+    return forms(columns, weight.dtype, parts, processors, is_fetched(weight[None]))
 
 
-def _is_fetched(weight: Tensor) -> bool:
+def is_fetched(weight: Tensor) -> bool:
     """Whether tiles of this weight [B, N, K], and of `settled` rows beside it, can be described to the copy engine."""
     batch, _, width = weight.shape
     steps = 16 // weight.element_size()
@@ -121,9 +123,10 @@ def _is_fetched(weight: Tensor) -> bool:
 
 @triton.jit(do_not_specialize=["num_rows", "batch"])
 def product_kernel(
-    x, w, x_by, w_by, bias_ptr, out_ptr, out_by, num_rows, num_columns, width, part, batch,
+    x, w, w_ptr, x_by, w_by, bias_ptr, out_ptr, out_by, num_rows, num_columns, width, part, batch,
     PARTS: tl.constexpr, IS_SPLIT: tl.constexpr, IS_FETCHED: tl.constexpr, IS_TURNED: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile, part, matrix), or without IS_SPLIT a (tile, matrix). Eight tiles of rows share a column's
     weights while they are near. x, w: pointers, or descriptors with IS_FETCHED.
@@ -141,6 +144,11 @@ def product_kernel(
     begin = 0
     if IS_SPLIT:
         begin = tl.program_id(1) * part
+    if DEPENDENT and IS_FETCHED:
+        column_N = tl.minimum(n_N, num_columns - 1).to(tl.int64)
+        prefetch(w_ptr + column_N[:, None] * w_by[1], begin, width)
+    wait_for_last(DEPENDENT)
+    if IS_SPLIT:
         to_M += tl.program_id(1).to(tl.int64) * batch * num_rows * num_columns
     if IS_FETCHED:
         total = sum_fetched(x, w, at, begin, part, width, IS_TURNED, M, N, K)
@@ -161,6 +169,18 @@ def product_kernel(
         total += bias_N.to(tl.float32)[None, :]
     to_MN = to_M[:, None] + n_N[None, :] * out_by[2]
     tl.store(to_MN, total.to(out_ptr.dtype.element_ty), mask=is_out_MN)
+
+
+@triton.jit
+def prefetch(row_ptrs, begin, width):
+    """Have the first elements of rows brought into the L2 cache, from `begin` on. Nothing waits for them, and nothing
+    but time depends on them: they may be read before the kernel before this one is done.
+    """
+    line = begin + tl.arange(0, 4) * 64
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [row_ptrs + tl.minimum(line, width - 1)[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -209,9 +229,11 @@ def sum_loaded(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_parts_kernel(
-    parts_ptr, bias_ptr, out_ptr, out_by, num_rows, num_columns, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    parts_ptr, bias_ptr, out_ptr, out_by, num_rows, num_columns, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (row of a matrix, block of columns): the parts' sums, the first one first."""
+    wait_for_last(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     behind = tl.num_programs(0).to(tl.int64) * num_columns
     n_N = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

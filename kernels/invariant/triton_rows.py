@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 _BLOCK = 4096
@@ -43,7 +45,8 @@ def sum_over(x: Tensor, dims: Sequence[int], keepdim: bool, mean: bool) -> Tenso
     if out.numel():
         grid, tiles = _tiles(out.numel(), width)
         sum_kernel[grid](
-            rows, out, out.numel(), WIDTH=width, DIVISOR=width if mean else 1, WIDE=_wide(x), **tiles
+            rows, out, out.numel(), WIDTH=width, DIVISOR=width if mean else 1, WIDE=_wide(x),
+            **dependent(x.device), **tiles,
         )  # fmt: skip
     if not keepdim:
         return out
@@ -58,7 +61,9 @@ def softmax(x: Tensor, dim: int, dtype: torch.dtype, log: bool) -> Tensor:
         rows, width = out.numel() // out.shape[-1], out.shape[-1]
         grid, tiles = _tiles(rows, width)
         wide = _TYPES[torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)]
-        softmax_kernel[grid](moved, out, rows, WIDTH=width, LOG=log, WIDE=wide, **tiles)
+        softmax_kernel[grid](
+            moved, out, rows, WIDTH=width, LOG=log, WIDE=wide, **dependent(x.device), **tiles
+        )
     return out.movedim(-1, dim).contiguous()
 
 
@@ -73,7 +78,8 @@ def norm(
         grid, tiles = _tiles(rows, width)
         parameters = tuple(None if t is None else t.contiguous() for t in (weight, bias))
         norm_kernel[grid](
-            x.contiguous(), parameters, out, rows, eps, WIDTH=width, CENTERED=centered, WIDE=_wide(x), **tiles
+            x.contiguous(), parameters, out, rows, eps, WIDTH=width, CENTERED=centered, WIDE=_wide(x),
+            **dependent(x.device), **tiles,
         )  # fmt: skip
     return out
 
@@ -114,9 +120,10 @@ def block_of(x_ptr, row_R, begin, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WIDE
 @triton.jit(do_not_specialize=["num_rows"])
 def sum_kernel(
     x_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, DIVISOR: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Blocks are added elementwise, then what they came to."""
+    wait_for_last(DEPENDENT)
     row_R, is_row_R = own_rows(num_rows, ROWS)
     sum_RC = tl.zeros([ROWS, BLOCK], WIDE)
     for begin in range(0, WIDTH, BLOCK):
@@ -131,9 +138,10 @@ def sum_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def softmax_kernel(
     x_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, LOG: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Three readings of the rows: the maximum, the sum, the result."""
+    wait_for_last(DEPENDENT)
     row_R, is_row_R = own_rows(num_rows, ROWS)
     top_RC = tl.full([ROWS, BLOCK], float("-inf"), WIDE)
     for begin in range(0, WIDTH, BLOCK):
@@ -159,9 +167,10 @@ def softmax_kernel(
 @triton.jit(do_not_specialize=["num_rows", "eps"])
 def norm_kernel(
     x_ptr, parameters, out_ptr, num_rows, eps, WIDTH: tl.constexpr, CENTERED: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Mean (with CENTERED) and mean of squares, each in a reading of its own, and the result."""
+    wait_for_last(DEPENDENT)
     weight_ptr, bias_ptr = parameters
     row_R, is_row_R = own_rows(num_rows, ROWS)
     mean_R = tl.zeros([ROWS], WIDE)

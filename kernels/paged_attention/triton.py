@@ -12,13 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.whole import power_of_2
 
 from .triton_decode import combine_kernel, decode_kernel
 from .triton_prefill import prefill_kernel
 
-_MIN_SPLIT = 256
-"""A split of a history shorter than this does not pay for combining it."""
+_MIN_SPLIT = 64
+"""A split of a history shorter than this does not pay for combining it.
+
+Measured on an H200, one sequence of 622 with 8 key heads of 128: 8.2 us, with splits of 256 at least 14.4.
+"""
 
 _MAX_SPLITS = 64
 
@@ -100,6 +104,7 @@ def paged_attention_triton(
         "PAGE_SIZE": page_size,
         "D": _parts(width),
         "DV": _parts(v_width),
+        **dependent(q.device),
         "enable_fp_fusion": True,  # else Triton 3.9 warns that its default will change
     }
     decode_only = tokens <= seqs
@@ -142,6 +147,7 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
         scratch=scratch, num_rows=rows, num_splits=splits, IS_SPLIT=splits > 1, **options, **common
     )
     if splits > 1:
+        s, v = max(4, power_of_2(splits)), power_of_2(v_width)
         combine_kernel[(rows, heads)](
             scratch,
             out,
@@ -151,9 +157,12 @@ def _decode(common: dict[str, Any], rows: int, grid: tuple[int, int, int], **opt
             splits,
             EVERY_TOKEN=options["EVERY_TOKEN"],
             DV=v_width,
-            S=max(4, power_of_2(splits)),
-            V=power_of_2(v_width),
+            S=s,
+            V=v,
+            # Four warps where one holds all took 2 to 5 us longer on an H200.
+            num_warps=max(1, min(8, s * v // 2048)),
             enable_fp_fusion=True,
+            **dependent(out.device),
         )
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regraft.kernels.triton_wait import wait_for_last
+
 from .triton_tile import (
     attend_history,
     attend_new,
@@ -30,7 +32,7 @@ def decode_kernel(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
     GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     IS_SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr, EVERY_TOKEN: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SHARED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (key head and share of its heads, split, sequence).
 
@@ -41,6 +43,7 @@ def decode_kernel(
     prefill kernel, or with EVERY_TOKEN (no more tokens than sequences) its tokens are taken in turn. With SHARED the
     cached values are the main parts of the cached keys.
     """
+    wait_for_last(DEPENDENT)
     split, seq = tl.program_id(1), tl.program_id(2)
     g_M = tl.arange(0, M)
     kv_head, head_M, is_row_M, num_heads = which_heads(g_M, 0, GROUP, SHARE)
@@ -53,42 +56,46 @@ def decode_kernel(
         end = tl.where(end - start == 1, end, start)
 
     for token in range(start, end):
-        pos = context + token - start
         token_M = token + g_M * 0
-        q, queries = load_queries(
-            operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + g_M * 0, WINDOW, CHUNK, D
-        )  # fmt: skip
-        state = empty_state(extras[0], split == 0, head_M, is_row_M, M, DV)
+        row_M = token_M if EVERY_TOKEN else seq + g_M * 0
+        pos = context + token - start
         first = first_key(pos, WINDOW, CHUNK)
-        state = attend_new(
-            state, q, queries, operands, strides, start - context, kv_head,
-            tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
-        )  # fmt: skip
         share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), num_splits))
         share = tl.cdiv(share, N) * N
         begin = first + split * share
         behind = tl.minimum(context, begin + share)
-        table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
-        if SHARED:
-            state = attend_shared_history(
-                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
-                SCORE, PAGE_SIZE, D, N,
+        if (split == 0) | (begin < behind):
+            q, queries = load_queries(
+                operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + g_M * 0, WINDOW, CHUNK, D
             )  # fmt: skip
-        else:
-            state = attend_history(
-                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
-                SCORE, PAGE_SIZE, D, DV, N,
+            state = empty_state(extras[0], split == 0, head_M, is_row_M, M, DV)
+            state = attend_new(
+                state, q, queries, operands, strides, start - context, kv_head,
+                tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
             )  # fmt: skip
-        token_1 = token + tl.arange(0, 1)
-        is_writer_1 = tl.arange(0, 1) + split == 0
-        write_rows(
-            operands, strides, slot_mapping_ptr, token_1, is_writer_1, kv_head, PAGE_SIZE, D, DV
-        )
-        row_M = token_M if EVERY_TOKEN else seq + g_M * 0
-        store_state(
-            state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads,
-            split, num_splits, IS_SPLIT, DV,
-        )  # fmt: skip
+            table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+            if SHARED:
+                state = attend_shared_history(
+                    state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                    SCORE, PAGE_SIZE, D, N,
+                )  # fmt: skip
+            else:
+                state = attend_history(
+                    state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                    SCORE, PAGE_SIZE, D, DV, N,
+                )  # fmt: skip
+            token_1 = token + tl.arange(0, 1)
+            is_writer_1 = tl.arange(0, 1) + split == 0
+            write_rows(
+                operands, strides, slot_mapping_ptr, token_1, is_writer_1, kv_head, PAGE_SIZE, D, DV
+            )
+            store_state(
+                state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads,
+                split, num_splits, IS_SPLIT, DV,
+            )  # fmt: skip
+        elif IS_SPLIT:
+            at_M = (row_M.to(tl.int64) * num_heads + head_M) * num_splits + split
+            tl.store(scratch[1] + at_M, g_M * 0.0 - float("inf"), mask=is_row_M)
 
 
 @triton.jit
@@ -130,27 +137,34 @@ def store_state(
 @triton.jit(do_not_specialize=["num_seqs", "num_rows", "num_splits"])
 def combine_kernel(
     scratch, out_ptr, cu_seqlens_ptr, num_seqs, num_rows, num_splits,
-    EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row of scratch, head). Splits that had no key left their values unwritten."""
+    """One program a (row of scratch, head). Of splits that had no key, only the maximum was written.
+
+    Everything is loaded at once, what a later choice leaves out too: most of the time goes by waiting for memory.
+    """
+    wait_for_last(DEPENDENT)
     partial_ptr, stats_ptr = scratch
     row, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    s_S, d_V = tl.arange(0, S), tl.arange(0, V)
+    at_S = (row.to(tl.int64) * num_heads + head) * num_splits + s_S
+    is_split_S = s_S < num_splits
+    is_in_V = d_V < DV
+    top_S = tl.load(stats_ptr + at_S, mask=is_split_S, other=float("-inf"))
+    behind = num_rows.to(tl.int64) * num_heads * num_splits
+    sum_S = tl.load(stats_ptr + behind + at_S, mask=is_split_S, other=0.0)
+    is_in_SV = is_split_S[:, None] & is_in_V[None, :]
+    acc_SV = tl.load(partial_ptr + at_S[:, None] * DV + d_V[None, :], mask=is_in_SV, other=0.0)
     if EVERY_TOKEN:
         token = row
         exists = row < tl.load(cu_seqlens_ptr + num_seqs)
     else:
         token = tl.load(cu_seqlens_ptr + row)
         exists = tl.load(cu_seqlens_ptr + row + 1) - token == 1
-    s_S, d_V = tl.arange(0, S), tl.arange(0, V)
-    at_S = (row.to(tl.int64) * num_heads + head) * num_splits + s_S
-    valid_S = s_S < tl.where(exists, num_splits, 0)
-    top_S = tl.load(stats_ptr + at_S, mask=valid_S, other=float("-inf"))
-    behind = num_rows.to(tl.int64) * num_heads * num_splits
-    sum_S = tl.load(stats_ptr + behind + at_S, mask=valid_S, other=0.0)
+    had_key_S = top_S > float("-inf")
     weight_S = tl.exp2(top_S - tl.where(exists, tl.max(top_S, 0), 0.0))
-    full_SV = (valid_S & (top_S > float("-inf")))[:, None] & (d_V < DV)[None, :]
-    acc_SV = tl.load(partial_ptr + at_S[:, None] * DV + d_V[None, :], mask=full_SV, other=0.0)
-    total = tl.where(exists, tl.sum(sum_S * weight_S, 0), 1.0)
-    acc_V = tl.sum(acc_SV * weight_S[:, None], 0) / total
+    total = tl.sum(tl.where(had_key_S, sum_S, 0.0) * weight_S, 0)
+    total = tl.where(exists, total, 1.0)
+    acc_V = tl.sum(tl.where(had_key_S[:, None], acc_SV, 0.0) * weight_S[:, None], 0) / total
     to = out_ptr + (token.to(tl.int64) * num_heads + head) * DV + d_V
     tl.store(to, acc_V.to(out_ptr.dtype.element_ty), mask=d_V < tl.where(exists, DV, 0))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regraft.kernels.triton_wait import wait_for_last
+
 from .triton_tile import (
     attend_history,
     attend_new,
@@ -42,7 +44,7 @@ def prefill_kernel(
     num_tokens, num_seqs, scale,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCORE: tl.constexpr,
     GROUP: tl.constexpr, SHARE: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNMASKED: tl.constexpr,
+    Q: tl.constexpr, W: tl.constexpr, M: tl.constexpr, N: tl.constexpr, UNMASKED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (block of Q tokens of one sequence, key head and share of its heads).
 
@@ -51,6 +53,7 @@ def prefill_kernel(
     Sequences with one new token are the decode kernel's. With UNMASKED the tiles of keys that all rows see are taken
     without masks first. The last blocks of a sequence, which see the most, begin first.
     """
+    wait_for_last(DEPENDENT)
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = find_sequence(cu_seqlens_ptr, num_seqs, block, Q)
     is_seq = seq < num_seqs

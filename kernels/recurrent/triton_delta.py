@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv
 
 from .triton import lookup_size, own_sequence, own_state, state_tiles, zero_rows_of_nobody
@@ -56,7 +58,8 @@ def delta_rule_triton(
     delta_kernel[grid](
         operands, tuple(x.stride() for x in operands), out, cu_seqlens, context_lens, state_slots, tokens, long, scale,
         HAS_CHUNKS=has_chunks, R=lookup_size(seqs) if has_chunks else 1, BY_CHANNEL=g.dim() == 3,
-        L2NORM=qk_l2norm, SHARE=heads // q.shape[1], K=keys, V=width, BK=block_k, num_stages=1, **tiles,
+        L2NORM=qk_l2norm, SHARE=heads // q.shape[1], K=keys, V=width, BK=block_k, num_stages=1,
+        **dependent(q.device), **tiles,
     )  # fmt: skip
     if has_chunks:
         sequences = (cu_seqlens, context_lens, state_slots)
@@ -68,11 +71,12 @@ def delta_rule_triton(
 def delta_kernel(
     operands, strides, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens, long, scale,
     HAS_CHUNKS: tl.constexpr, R: tl.constexpr, BY_CHANNEL: tl.constexpr, L2NORM: tl.constexpr, SHARE: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, value head, sequence). With HAS_CHUNKS, sequences of several tokens are left to
     the chunks in a step with a long one. A token is read while the one before it is worked on.
     """
+    wait_for_last(DEPENDENT)
     head = tl.program_id(1)
     row_size = tl.num_programs(1) * V
     k_K = tl.arange(0, BK)

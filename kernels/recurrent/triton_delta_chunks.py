@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 from .triton import lookup_size, own_sequence, own_state
@@ -65,6 +67,7 @@ def delta_chunks_triton(
         "C": CHUNK,
         "BK": block_k,
         "enable_fp_fusion": True,
+        **dependent(q.device),
     }
     inputs = (q, k, v, g, beta)
     precision = dot_precision(q.dtype)
@@ -95,9 +98,10 @@ def delta_chunks_triton(
 def walk_kernel(
     parts, state_ptr, state_by, out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, long,
     R: tl.constexpr, PRECISION: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BV values, value head, sequence of several tokens)."""
+    wait_for_last(DEPENDENT)
     w_ptr, query_ptr, key_ptr, u_ptr, scores_ptr, decay_ptr = parts
     head, num_heads = tl.program_id(1), tl.num_programs(1)
     k_K, c_C = tl.arange(0, BK), tl.arange(0, C)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from regraft.kernels.triton_wait import wait_for_last
+
 from .triton_chunks import goes_by_chunks, own_chunk
 
 
@@ -17,11 +19,12 @@ from .triton_chunks import goes_by_chunks, own_chunk
 def prepare_by_head_kernel(
     operands, strides, parts, cu_seqlens_ptr, num_seqs, long, scale,
     L2NORM: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, value head). Decays are summed in float64: two large sums may differ by little, and it is
     their difference that counts.
     """
+    wait_for_last(DEPENDENT)
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = operands
     q_by, k_by, v_by, g_by, beta_by = strides
     w_ptr, query_ptr, key_ptr, u_ptr, scores_ptr, decay_ptr = parts
@@ -95,11 +98,12 @@ def inverse_of_unit_lower(turned_CC):
 def prepare_by_channel_kernel(
     operands, strides, parts, cu_seqlens_ptr, num_seqs, long, scale,
     L2NORM: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (chunk, head). A decay between two places is the exponential of a difference of sums, each kept in
     two float32 numbers: their difference may be far smaller than they are.
     """
+    wait_for_last(DEPENDENT)
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr = operands
     q_by, k_by, v_by, g_by, beta_by = strides
     w_ptr, query_ptr, key_ptr, u_ptr, scores_ptr, decay_ptr = parts

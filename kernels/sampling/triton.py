@@ -16,6 +16,9 @@ from regraft.kernels.whole import cdiv, power_of_2
 _PART = 4096
 """Logits a program reads."""
 
+_STEP = 16
+"""Multiples by which Triton tells integers and addresses apart."""
+
 
 def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See schema.greedy."""
@@ -26,9 +29,10 @@ def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
+        logits = _aligned(logits)
+        stride = logits.stride(0) if rows > 1 else 0
         part_kernel[(rows, parts)](
-            logits, *logits.stride(), scores, sums, places, vocab, PART=_PART, CONTIGUOUS=logits.stride(1) == 1,
-            num_warps=8, enable_fp_fusion=False,
+            logits, stride, scores, sums, places, vocab, PART=_PART, num_warps=8, enable_fp_fusion=False
         )  # fmt: skip
         row_kernel[(rows,)](
             scores, sums, places, tokens, logprobs, parts, P=power_of_2(parts), num_warps=1, enable_fp_fusion=False
@@ -36,15 +40,24 @@ def greedy_triton(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, logprobs
 
 
-# What the kernel knew of strides and alignment would change how it spreads a row over threads, and so its sums.
-@triton.jit(
-    do_not_specialize=["stride_row", "stride_v", "vocab"],
-    do_not_specialize_on_alignment=["logits_ptr"],
-)
+def _aligned(logits: Tensor) -> Tensor:
+    """The same logits where rows are consecutive and begin at multiples of 16: copied if they do not.
+
+    What a kernel is told of strides and alignment changes how it spreads a row over threads, and so its sums: this way
+    it is always told the same, and reads whole vectors.
+    """
+    rows, vocab = logits.shape
+    is_even = rows == 1 or logits.stride(0) % _STEP == 0
+    if is_even and logits.stride(1) == 1 and logits.data_ptr() % _STEP == 0:
+        return logits
+    padded = logits.new_empty(rows, cdiv(vocab, _STEP) * _STEP)[:, :vocab]
+    return padded.copy_(logits)
+
+
+@triton.jit
 def part_kernel(
-    logits_ptr, stride_row, stride_v, scores_ptr, sums_ptr, places_ptr, vocab,
-    PART: tl.constexpr, CONTIGUOUS: tl.constexpr,
-):  # fmt: skip
+    logits_ptr, stride_row, scores_ptr, sums_ptr, places_ptr, vocab, PART: tl.constexpr
+):
     """One program a (row, part): the best logit, where it is, and the sum of what the others weigh beside it; NaN if
     there is one.
     """
@@ -52,11 +65,7 @@ def part_kernel(
     v_P = part * PART + tl.arange(0, PART)
     is_in_P = v_P < vocab
     row_ptr = logits_ptr + row.to(tl.int64) * stride_row
-    if CONTIGUOUS:
-        from_P = row_ptr + v_P
-    else:
-        from_P = row_ptr + v_P.to(tl.int64) * stride_v
-    x_P = tl.load(from_P, mask=is_in_P, other=float("-inf")).to(tl.float32)
+    x_P = tl.load(row_ptr + v_P, mask=is_in_P, other=float("-inf")).to(tl.float32)
     is_nan_P = x_P != x_P
     clean_P = tl.where(is_nan_P, float("-inf"), x_P)
     best = tl.max(clean_P, 0)

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.recurrent.triton import (
     optional_strides,
     own_sequence,
@@ -19,6 +20,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import pays_by_chunks
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv
 
 
@@ -59,7 +61,7 @@ def selective_scan_triton(
     selective_kernel[grid](
         operands, strides, extras, extra_strides,
         out, cu_seqlens, context_lens, state_slots, tokens, SOFTPLUS=dt_softplus,
-        SKIPPED=_TYPES[skipped], CHANNELS=channels, S=size, BS=block_s, num_stages=1, **tiles,
+        SKIPPED=_TYPES[skipped], CHANNELS=channels, S=size, BS=block_s, num_stages=1, **dependent(x.device), **tiles,
     )  # fmt: skip
     return out
 
@@ -72,9 +74,10 @@ def selective_kernel(
     operands, strides, extras, extra_strides,
     out_ptr, cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens,
     SOFTPLUS: tl.constexpr, SKIPPED: tl.constexpr, TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr,
+    CHANNELS: tl.constexpr, S: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BC channels, sequence). SKIPPED: the dtype that x and D promote to."""
+    wait_for_last(DEPENDENT)
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, state_ptr = operands
     x_by, dt_by, a_by, b_by, c_by, state_by = strides
     d_ptr, z_ptr, bias_ptr = extras

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regraft.kernels.dependent import dependent
 from regraft.kernels.recurrent.triton import (
     optional_strides,
     own_sequence,
@@ -20,6 +21,7 @@ from regraft.kernels.recurrent.triton import (
     zero_rows_of_nobody,
 )
 from regraft.kernels.recurrent.triton_chunks import dot_precision, linear_chunk, pays_by_chunks
+from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv
 
 CHUNKS = {"C": 32, "BP": 32, "num_warps": 4, "num_stages": 2}
@@ -75,6 +77,7 @@ def ssd_triton(
         "SHARE": heads // B.shape[1],
         "P": width,
         "S": size,
+        **dependent(x.device),
     }
     if by_chunks is None:
         by_chunks = pays_by_chunks(tokens, len(context_lens))
@@ -93,9 +96,10 @@ def ssd_kernel(
     operands, strides, d_ptr, d_by, bias_ptr, bias_by, out_ptr,
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, num_tokens, dt_min, dt_max,
     SOFTPLUS: tl.constexpr, ONE_TOKEN: tl.constexpr, SHARE: tl.constexpr,
-    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BP channels, head, sequence). ONE_TOKEN leaves sequences with more to the chunks."""
+    wait_for_last(DEPENDENT)
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, state_ptr = operands
     x_by, dt_by, a_by, b_by, c_by, state_by = strides
     head = tl.program_id(1)
@@ -143,9 +147,10 @@ def ssd_chunk_kernel(
     operands, strides, d_ptr, d_by, bias_ptr, bias_by, out_ptr,
     cu_seqlens_ptr, context_lens_ptr, state_slots_ptr, dt_min, dt_max,
     SOFTPLUS: tl.constexpr, PRECISION: tl.constexpr, SHARE: tl.constexpr,
-    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, C: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr, C: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a (tile of BP channels, head, sequence of several tokens). It holds the state as [S, P]."""
+    wait_for_last(DEPENDENT)
     x_ptr, dt_ptr, a_ptr, b_ptr, c_ptr, state_ptr = operands
     x_by, dt_by, a_by, b_by, c_by, state_by = strides
     head = tl.program_id(1)

@@ -113,6 +113,8 @@ class _Compiler:
         names = self.kernel.arg_names
         options = {n: kwargs.pop(n) for n in set(kwargs) - set(names)}
         values = dict(zip(names, args)) | kwargs
+        if "DEPENDENT" in values:  # as `dependent` says on Hopper
+            values["DEPENDENT"], options["launch_pdl"] = True, True
         constants: dict[tuple[int, ...], Any] = {}
         hints: dict[tuple[int, ...], Any] = {}
         signature = {

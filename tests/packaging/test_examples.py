@@ -171,7 +171,16 @@ def test_quantised() -> None:
     assert re.search(r"^not quantised .* 2 grafted, 0 replayed", printed, re.MULTILINE)
     rows = printed.splitlines()[1:]
     ends = ("not installed", "refused: ", "does not run here: ", "grafted, ")
-    assert len(rows) == 21 and all(any(end in row for end in ends) for row in rows)
+    assert len(rows) == 28 and all(any(end in row for end in ends) for row in rows)
+
+
+def test_quantised_by_processes() -> None:
+    kinds = "fine-grained fp8 saved dequantize,not quantised"
+    printed = run("quantised.py", "--kinds", kinds, "--workers", "2")
+    head, *rows = printed.splitlines()
+    assert head.startswith("kind ")
+    assert {row.split()[0] for row in rows} == {"fine-grained", "not"}
+    assert "2 grafted, 0 replayed" in next(row for row in rows if row.startswith("not quantised"))
 
 
 def test_own_pass() -> None:

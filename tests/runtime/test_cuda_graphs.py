@@ -89,14 +89,26 @@ def test_a_step_with_prompts_is_filled_up_to_its_bucket(monkeypatch):
     runner = use_graphs(engine, monkeypatch)
     # Tokens of two prompts, and the buckets then recorded: another sequence takes what lacks to a multiple of four.
     for length, graphs in (
-        (61, set()), (62, {(64, 4)}), (64, {(64, 4)}), (64, {(64, 4), (64, 2)}), (57, {(64, 4), (64, 2)}),
-        (59, {(64, 4), (64, 2), (60, 4)}),
+        (61, set()), (62, {(64, 5)}), (64, {(64, 5)}), (64, {(64, 5), (64, 2)}), (57, {(64, 5), (64, 2)}),
+        (59, {(64, 5), (64, 2), (60, 5)}),
     ):  # fmt: skip
         prompts = [list(range(40)), list(range(length - 40))]
         outputs = engine.generate(prompts, max_new_tokens=2)
         for prompt, output in zip(prompts, outputs):
             assert output.token_ids == ToyModel().continue_greedily(prompt, 2)
         assert {key[:2] for key in steps_with_prompts(runner)} == graphs, length
+    assert_idle(engine)
+
+
+def test_a_step_of_as_many_requests_as_there_may_be_is_filled_up_too(monkeypatch):
+    engine = make_engine(max_batch_tokens=64, chunk_size=4, max_requests=4)
+    runner = use_graphs(engine, monkeypatch)
+    prompts = [list(range(15)), list(range(16)), list(range(16)), list(range(15))]
+    for _ in range(2):
+        outputs = engine.generate(prompts, max_new_tokens=2)
+        for prompt, output in zip(prompts, outputs):
+            assert output.token_ids == ToyModel().continue_greedily(prompt, 2)
+    assert {key[:2] for key in steps_with_prompts(runner)} == {(64, 5)}
     assert_idle(engine)
 
 
