@@ -9,10 +9,12 @@ text is cut behind them. Marked, it closes a region like any other, which replay
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
+from .errors import RewriteError, first_line
 from .graph import TOKENS, CapturedGraph, shape_of
 from .prefix import TOLERANCE, difference
 from .token_axis.analysis import RETURNED, Analysis, analyse
@@ -83,6 +85,28 @@ def _measure(captured: CapturedGraph, nodes: list[fx.Node]) -> dict[fx.Node, boo
     return steady
 
 
+class MeasuredRun(fx.Interpreter):
+    """Runs a captured graph on ids and positions [1, N]. An operation that fails on them is a RewriteError: a text may
+    be as short, and a decode step is shorter.
+    """
+
+    def run(self, *args: Any, **options: Any) -> Any:
+        self._length = args[0].shape[1]
+        return super().run(*args, **options)
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            return super().run_node(n)
+        except RuntimeError as error:
+            raise RewriteError(
+                f"an operation of the model fails on {self._length} tokens: {first_line(error)}",
+                operation=str(n.target),
+                path=n.meta.get("path", ""),
+                source=n.meta.get("source", ""),
+                fix="quantise the model in a way whose products take any number of rows",
+            ) from error
+
+
 @torch.no_grad()
 def _run(
     captured: CapturedGraph, nodes: list[fx.Node], ids: torch.Tensor, positions: torch.Tensor
@@ -90,7 +114,7 @@ def _run(
     """Values of these nodes."""
     wanted = set(nodes)
 
-    class Recorder(fx.Interpreter):
+    class Recorder(MeasuredRun):
         def run_node(self, node: fx.Node) -> object:
             value = super().run_node(node)
             if node in wanted:

@@ -22,9 +22,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map_only
 
-from .errors import RewriteError
+from .errors import RewriteError, first_line
 from .graph import CapturedGraph, Size, describe
-from .returned_rows import measured_text
+from .returned_rows import MeasuredRun, measured_text
 from .token_axis.analysis import ROW_WISE, analyse
 from .token_axis.value import has_tokens
 
@@ -128,16 +128,17 @@ def _measure(
     known: dict[object, str] = {}
     found: dict[fx.Node, str] = {}
 
-    class Meter(fx.Interpreter):
-        def run_node(self, node: fx.Node) -> Any:
-            call = wanted.get(node)
+    class Meter(MeasuredRun):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            call = wanted.get(n)
             if call is not None:
-                args, kwargs = self.fetch_args_kwargs_from_env(node)
+                args, kwargs = self.fetch_args_kwargs_from_env(n)
                 kind = _kind(call)
                 if kind not in known:
                     known[kind] = _mixes(call, self.env, args, kwargs)
-                found[node] = known[kind]
-            return super().run_node(node)
+                found[n] = known[kind]
+            return value
 
     Meter(captured.module).run(*text)
     return found
@@ -167,7 +168,11 @@ def _mixes(call: Unruled, env: dict[fx.Node, Any], args: Any, kwargs: Any) -> st
     operand, dim = next(iter(call.dims.items()))
     before = run(_all)
     for what, change, expected, kept in _changes(env[operand].shape[dim] // 2):
-        for one, two, at in zip(before, run(change), call.results.values()):
+        try:
+            after = run(change)
+        except RuntimeError as failure:
+            return f"it fails on {what}: {first_line(failure)}"
+        for one, two, at in zip(before, after, call.results.values()):
             error = _apart(expected(one, at), kept(two, at))
             if not error <= ROUNDING.get(one.dtype, 0.0):
                 return f"it mixes rows ({what} changes others by {error:.1e})"
@@ -216,5 +221,7 @@ def _times(tensor: torch.Tensor, dim: int, start: int, length: int, factor: floa
     if not tensor.is_floating_point():
         return tensor
     tensor = tensor.clone()
-    tensor.narrow(dim, start, length).mul_(factor)
+    part = tensor.narrow(dim, start, length)
+    # Numbers of a byte have no products of their own.
+    part.copy_((part.float() if tensor.dtype.itemsize == 1 else part) * factor)
     return tensor

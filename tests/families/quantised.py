@@ -185,6 +185,27 @@ class OutliersLinear(OperatorLinear):
         return torch.ops.quantised_test.with_outliers(rows, columns, self.q, self.scale)
 
 
+class ManyRowsLinear(OperatorLinear):
+    """As some products of whole numbers are, on a GPU."""
+
+    name = "many_rows"
+
+
+class SeveralRowsLinear(OperatorLinear):
+    name = "several_rows"
+
+
+class Float8Linear(OperatorLinear):
+    """Rows are rounded before the operator gets them, with a scale each."""
+
+    name = "float8"
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-6) / 448
+        rows = (x / scale).to(torch.float8_e4m3fn)
+        return torch.ops.quantised_test.float8(rows, self.q, self.scale) * scale
+
+
 def wrapped_by(kind: type[Wrapper]) -> Callable[[nn.Linear], nn.Module]:
     def replace(linear: nn.Linear) -> nn.Module:
         linear.weight = nn.Parameter(kind(*rounded(linear.weight)), requires_grad=False)
@@ -201,13 +222,18 @@ WAYS: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "operator": OperatorLinear,
     "composite": CompositeLinear,
 }
+FEW_ROWS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "17 and more": ManyRowsLinear,
+    "2 and more": SeveralRowsLinear,
+}
+"""Operators that do not take any number of rows."""
 MIXING: dict[str, Callable[[nn.Linear], nn.Module]] = {
     "wrapper": wrapped_by(WrapperByTensor),
     "dispatched": wrapped_by(DispatchedByTensor),
     "operator": ByTensorLinear,
     "outliers": OutliersLinear,
 }
-ROUNDING = {"by row": wrapped_by(WrapperByRow)}
+ROUNDING = {"by row": wrapped_by(WrapperByRow), "float8 rows": Float8Linear}
 
 
 def quantised(
@@ -237,10 +263,14 @@ def _define() -> None:
     for name, run in {
         "product": product,
         "by_tensor": lambda x, q, scale: product(by_tensor(x), q, scale),
+        "many_rows": lambda x, q, scale: product(_at_least(x, 17), q, scale),
+        "several_rows": lambda x, q, scale: product(_at_least(x, 2), q, scale),
+        "float8": lambda x, q, scale: product(x.float(), q, scale),
     }.items():
         library.define(name + signature)
         library.impl(name, run, "CPU")
-        torch.library.register_fake(f"quantised_test::{name}", _shape, lib=library)
+        fake = _shape_of_float if name == "float8" else _shape
+        torch.library.register_fake(f"quantised_test::{name}", fake, lib=library)
     library.define("composite" + signature)
     library.impl("composite", product, "CompositeImplicitAutograd")
     library.define("outliers(Tensor x) -> (Tensor, Tensor)")
@@ -255,6 +285,17 @@ def _define() -> None:
 
 def _shape(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], q.shape[0])
+
+
+def _shape_of_float(x: Tensor, q: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], q.shape[0], dtype=torch.float32)
+
+
+def _at_least(x: Tensor, rows: int) -> Tensor:
+    count = x.shape[:-1].numel()
+    if count < rows:
+        raise RuntimeError(f"self.size(0) needs to be at least {rows}, but got {count}")
+    return x
 
 
 def _some_columns(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,16 @@ from regraft.rewriter.backend_report import backend_reports
 from regraft.rewriter.capture import capture
 from regraft.rewriter.row_wise import mark_row_wise
 from tests.families.models import FAMILIES, build
-from tests.families.quantised import MIXING, ROUNDING, WAYS, Wrapper, fetching, quantised, rounded
+from tests.families.quantised import (
+    FEW_ROWS,
+    MIXING,
+    ROUNDING,
+    WAYS,
+    Wrapper,
+    fetching,
+    quantised,
+    rounded,
+)  # fmt: skip
 from tests.families.served import LOGITS, continue_greedily, forward, worst, wrap
 
 PROMPT = FAMILIES["llama"].prompt(21, 3).tolist()
@@ -131,6 +140,32 @@ def test_an_operator_that_mixes_is_named(way: str, operator: str, reason: str) -
     reasons = mark_row_wise(capture(model))
     assert reason in reasons[operator]
     assert "model.layers.0.mlp.down_proj" in reasons[operator]
+
+
+def test_an_operator_that_fails_on_short_texts_is_refused_by_name() -> None:
+    model = quantised(build("llama"), FEW_ROWS["17 and more"], only="mlp.down_proj")
+    name = "quantised_test.many_rows.default"
+    with pytest.raises(regraft.RewriteError, match="needs to be at least 17, but got") as refusal:
+        wrap(model, row_wise=(name,))
+    assert refusal.value.operation == name
+    assert refusal.value.path == "model.layers.0.mlp.down_proj"
+
+
+def test_an_operator_that_fails_on_one_row_keeps_none_apart() -> None:
+    model = quantised(build("llama"), FEW_ROWS["2 and more"], only="mlp.down_proj")
+    name = "quantised_test.several_rows.default"
+    (reason,) = mark_row_wise(capture(model), (name,)).values()
+    assert reason.startswith("it fails on cutting rows off: self.size(0) needs to be at least 2")
+    with pytest.raises(regraft.RewriteError, match="no pass takes this mixing") as refusal:
+        wrap(model, row_wise=(name,), fallback="refuse")
+    assert refusal.value.operation == name
+
+
+def test_rows_of_float8_are_measured_too() -> None:
+    model = quantised(build("llama"), ROUNDING["float8 rows"])
+    engine = wrap(model, validate="quick", row_wise=("quantised_test.float8.default",))
+    assert engine.report.validation.passed
+    assert {layer.served for layer in engine.report.layers} == {"grafted"}
 
 
 def test_weights_that_are_fetched_when_read_are_refused() -> None:
