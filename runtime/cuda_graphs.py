@@ -79,12 +79,12 @@ class CudaRecorder:
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """A graph of `call`, which is run twice before: what is built at a first call must not be recorded."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             call()
             call()
-        torch.cuda.current_stream().wait_stream(stream)
+        current.wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -94,8 +94,18 @@ class CudaRecorder:
                 result = call()
         except RuntimeError as error:
             torch.cuda.synchronize()
+            self._leave_failed(current)
             raise CaptureError(str(error)) from error
         return graph.replay, result
+
+    def _leave_failed(self, current: torch.cuda.Stream) -> None:
+        """What torch leaves behind where a capture fails: its stream as the current one, its memory as in use, and
+        generators as in a capture, where no number can be drawn. A capture that does not fail puts them right.
+        """
+        torch.cuda.set_stream(current)
+        self._memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            torch.zeros(1, device=current.device)
 
 
 def buckets(largest: int) -> list[int]:

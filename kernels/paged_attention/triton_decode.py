@@ -56,46 +56,42 @@ def decode_kernel(
         end = tl.where(end - start == 1, end, start)
 
     for token in range(start, end):
-        token_M = token + g_M * 0
-        row_M = token_M if EVERY_TOKEN else seq + g_M * 0
         pos = context + token - start
+        token_M = token + g_M * 0
+        q, queries = load_queries(
+            operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + g_M * 0, WINDOW, CHUNK, D
+        )  # fmt: skip
+        state = empty_state(extras[0], split == 0, head_M, is_row_M, M, DV)
         first = first_key(pos, WINDOW, CHUNK)
+        state = attend_new(
+            state, q, queries, operands, strides, start - context, kv_head,
+            tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
+        )  # fmt: skip
         share = tl.maximum(MIN_SPLIT, tl.cdiv(tl.maximum(context - first, 0), num_splits))
         share = tl.cdiv(share, N) * N
         begin = first + split * share
         behind = tl.minimum(context, begin + share)
-        if (split == 0) | (begin < behind):
-            q, queries = load_queries(
-                operands, strides, extras, rel_strides, token_M, head_M, is_row_M, pos + g_M * 0, WINDOW, CHUNK, D
+        table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
+        if SHARED:
+            state = attend_shared_history(
+                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                SCORE, PAGE_SIZE, D, N,
             )  # fmt: skip
-            state = empty_state(extras[0], split == 0, head_M, is_row_M, M, DV)
-            state = attend_new(
-                state, q, queries, operands, strides, start - context, kv_head,
-                tl.maximum(first, context), tl.where(split == 0, pos + 1, 0), scale, SCORE, D, DV, NEW_TILE,
+        else:
+            state = attend_history(
+                state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
+                SCORE, PAGE_SIZE, D, DV, N,
             )  # fmt: skip
-            table_ptr = block_table_ptr + seq.to(tl.int64) * stride_table
-            if SHARED:
-                state = attend_shared_history(
-                    state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
-                    SCORE, PAGE_SIZE, D, N,
-                )  # fmt: skip
-            else:
-                state = attend_history(
-                    state, q, queries, operands, strides, table_ptr, kv_head, begin, behind, scale,
-                    SCORE, PAGE_SIZE, D, DV, N,
-                )  # fmt: skip
-            token_1 = token + tl.arange(0, 1)
-            is_writer_1 = tl.arange(0, 1) + split == 0
-            write_rows(
-                operands, strides, slot_mapping_ptr, token_1, is_writer_1, kv_head, PAGE_SIZE, D, DV
-            )
-            store_state(
-                state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads,
-                split, num_splits, IS_SPLIT, DV,
-            )  # fmt: skip
-        elif IS_SPLIT:
-            at_M = (row_M.to(tl.int64) * num_heads + head_M) * num_splits + split
-            tl.store(scratch[1] + at_M, g_M * 0.0 - float("inf"), mask=is_row_M)
+        token_1 = token + tl.arange(0, 1)
+        is_writer_1 = tl.arange(0, 1) + split == 0
+        write_rows(
+            operands, strides, slot_mapping_ptr, token_1, is_writer_1, kv_head, PAGE_SIZE, D, DV
+        )
+        row_M = token_M if EVERY_TOKEN else seq + g_M * 0
+        store_state(
+            state, out_ptr, scratch, token_M, row_M, num_rows, head_M, is_row_M, num_heads,
+            split, num_splits, IS_SPLIT, DV,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -139,7 +135,7 @@ def combine_kernel(
     scratch, out_ptr, cu_seqlens_ptr, num_seqs, num_rows, num_splits,
     EVERY_TOKEN: tl.constexpr, DV: tl.constexpr, S: tl.constexpr, V: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row of scratch, head). Of splits that had no key, only the maximum was written.
+    """One program a (row of scratch, head). Splits that had no key left their values unwritten.
 
     Everything is loaded at once, what a later choice leaves out too: most of the time goes by waiting for memory.
     """

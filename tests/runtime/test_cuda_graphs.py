@@ -201,7 +201,13 @@ def test_a_real_graph_follows_its_inputs_and_names_what_waits():
         x.fill_(value)
         replay()
         assert result.tolist() == [2 * value + 1] * 4
+    stream = torch.cuda.current_stream()
     with pytest.raises(CaptureError):
         recorder(lambda: x * x.sum().item())
     replay()
     assert result.tolist() == [-1.0] * 4
+    assert torch.cuda.current_stream() == stream
+    assert torch.randn(4, device="cuda").isfinite().all()
+    replay, result = recorder(lambda: x * 3)
+    replay()
+    assert result.tolist() == [-3.0] * 4
