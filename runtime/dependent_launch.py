@@ -1,4 +1,4 @@
-"""Inductor, with kernels that are set up while the one before them ends, where that is sound: `kernels/dependent.py`."""
+"""Inductor, with kernels set up while the one before them ends, where that is sound (see `kernels/dependent.py`)."""
 
 from __future__ import annotations
 
