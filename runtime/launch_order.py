@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 _WAIT, _LAUNCH = "gdc_wait()", "gdc_launch_dependents()"
 _POINTER = re.compile(r"\w*_ptr\d*")
-_STORED = re.compile(r"tl\.(?:store|atomic_\w+)\((\w*_ptr\d*)")
+_STORE = re.compile(r"tl\.(?:store|atomic_\w+)\(")
+_STORED = re.compile(_STORE.pattern + r"(\w*_ptr\d*)")
 _WRITTEN = ("out_ptr", "in_out_ptr", "ws_ptr")
 
 _HARMLESS = frozenset(
@@ -67,7 +68,7 @@ def read_kernel(text: str) -> Kernel | None:
         return None
     parameters = tuple(part.split(":")[0].strip() for part in match[1].split(","))
     before, wait, behind = text[match.end() :].partition(_WAIT)
-    if not wait or _LAUNCH in before or _STORED.search(before):
+    if not wait or _LAUNCH in before or _STORE.search(before):
         return None
     written = {name for name in parameters if name.startswith(_WRITTEN)}
     written |= set(_STORED.findall(behind))
@@ -109,9 +110,8 @@ class _Walk:
             self._rename(statement)
         if not _is_harmless(statement):
             self.last = self._copied(statement)
-        return not any(
-            map(self._is_launch, ast.walk(statement))
-        )  # of a kernel, in a place that is not gone through
+        # A launch in a loop, say: what runs before it is not known.
+        return not any(map(self._is_launch, ast.walk(statement)))
 
     def _copied(self, statement: ast.stmt) -> Written:
         """What may still be written behind a statement that is not harmless: by a copy at most one buffer more."""

@@ -48,10 +48,12 @@ def chosen(rows: int, columns: int, width: int, processors: int) -> tuple[Form, 
     """
     size = 16 if rows <= 16 else 64 if rows <= FEW else MOST
     programs = cdiv(columns, 64)
-    # With 128 rows a tile takes as long to multiply as to read, so that idle processors are dearer.
-    parts = (
-        4 if 4 * programs <= processors else 2 if 2 * programs <= processors and size == MOST else 1
-    )
+    parts = 1
+    if 4 * programs <= processors:
+        parts = 4
+    elif 2 * programs <= processors and size == MOST:
+        # A tile of so many rows takes as long to multiply as to read: idle processors are dearer.
+        parts = 2
     while parts > 1 and width < parts * _SHORTEST:
         parts //= 2
     stages = {16: 8 if programs * parts <= processors else 5, 64: 6, MOST: 4}[size]
