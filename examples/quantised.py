@@ -174,9 +174,8 @@ class Trial:
         self.reports.last = ""
         try:
             model, text = self.way(folder, dtype, device).eval(), text.to(device)
-            own_logits(
-                model, text
-            )  # compressed-tensors puts its weights together in the first pass
+            # compressed-tensors puts its weights together in the first pass.
+            own_logits(model, text)
             expected = own_logits(model, text)
         except LOADING as error:
             return f"{version} does not run here: {self.reports.reason(error)}"

@@ -101,17 +101,15 @@ class _Walk:
         if isinstance(statement, ast.With):
             return self.takes(statement.body)
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            function = statement.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "run":
-                kernel = self.kernels.get(ast.unparse(function.value))
-                if kernel is not None:
-                    return self._launch(kernel, statement.value.args)
+            kernel = self._launched(statement.value.func)
+            if kernel is not None:
+                return self._launch(kernel, statement.value.args)
         if isinstance(statement, ast.Assign):
             self._rename(statement)
         if not _is_harmless(statement):
             self.last = self._copied(statement)
         # A launch in a loop, say: what runs before it is not known.
-        return not any(map(self._is_launch, ast.walk(statement)))
+        return not any(map(self._launched, ast.walk(statement)))
 
     def _copied(self, statement: ast.stmt) -> Written:
         """What may still be written behind a statement that is not harmless: by a copy at most one buffer more."""
@@ -121,10 +119,11 @@ class _Walk:
         is_copy = isinstance(value, ast.Call) and ast.unparse(value.func) == _COPY
         return self.last | {target} if is_copy else None
 
-    def _is_launch(self, node: ast.AST) -> bool:
+    def _launched(self, node: ast.AST) -> Kernel | None:
+        """The kernel whose `run` this is."""
         if not isinstance(node, ast.Attribute) or node.attr != "run":
-            return False
-        return ast.unparse(node.value) in self.kernels
+            return None
+        return self.kernels.get(ast.unparse(node.value))
 
     def _launch(self, kernel: Kernel, arguments: Sequence[ast.expr]) -> bool:
         buffers = {

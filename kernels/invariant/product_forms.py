@@ -15,7 +15,7 @@ from regraft.kernels.whole import cdiv
 PART = 128
 """Parts of K are multiples of this, of which every tile takes a divisor at a time: they are the same for all tiles."""
 
-_SHORTEST = 512
+SHORTEST = 512
 """A part of K shorter than this does not pay for adding it."""
 
 _ROWS = [1 << i for i in range(16)]
@@ -59,7 +59,7 @@ def num_parts(columns: int, width: int, processors: int) -> int:
     Two where a decode step would otherwise leave three quarters of the card idle.
     """
     is_small = cdiv(columns, _FEW.N) <= processors // 4
-    return 2 if is_small and width >= 2 * _SHORTEST else 1
+    return 2 if is_small and width >= 2 * SHORTEST else 1
 
 
 def chosen(

@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 from torch.nn import functional
 
-from regraft.kernels.invariant.product_forms import Form
+from regraft.kernels.invariant.product_forms import SHORTEST, Form
 from regraft.kernels.invariant.triton_products import is_fetched, product
 from regraft.kernels.invariant.triton_settled import num_processors
 from regraft.kernels.whole import cdiv
@@ -21,9 +21,6 @@ weight: BLAS lets them share the rows, which Triton cannot.
 """
 
 SMALL = 16 << 20
-
-_SHORTEST = 512
-"""A part of K shorter than this does not pay for adding it."""
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -54,7 +51,7 @@ def chosen(rows: int, columns: int, width: int, processors: int) -> tuple[Form, 
     elif 2 * programs <= processors and size == MOST:
         # A tile of so many rows takes as long to multiply as to read: idle processors are dearer.
         parts = 2
-    while parts > 1 and width < parts * _SHORTEST:
+    while parts > 1 and width < parts * SHORTEST:
         parts //= 2
     stages = {16: 8 if programs * parts <= processors else 5, 64: 6, MOST: 4}[size]
     form = Form(size, 64, 128, 4, stages, is_fetched=True, is_turned=True, is_split=parts > 1)

@@ -24,7 +24,7 @@ from tests.families.quantised import (
     fetching,
     quantised,
     rounded,
-)  # fmt: skip
+)
 from tests.families.served import LOGITS, continue_greedily, forward, worst, wrap
 
 PROMPT = FAMILIES["llama"].prompt(21, 3).tolist()

@@ -12,7 +12,7 @@ KERNELS = Path(__file__).parents[2] / "kernels"
 TOUCHES = {"load", "store", "atomic_add"}
 """Of Triton's language and of descriptors."""
 
-HARMLESS = {"prefetch", "which_heads", "own_rows"}
+HARMLESS = {"prefetch"}
 """Functions of the repository that touch no memory that somebody writes."""
 
 
@@ -21,13 +21,12 @@ def early_calls(kernel: ast.FunctionDef) -> list[str]:
     found: list[str] = []
     for statement in kernel.body:
         calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-        names = [c.func.attr if isinstance(c.func, ast.Attribute) else c.func.id for c in calls]
-        if "wait_for_last" in names:
+        methods = [c.func.attr for c in calls if isinstance(c.func, ast.Attribute)]
+        functions = [c.func.id for c in calls if isinstance(c.func, ast.Name)]
+        if "wait_for_last" in functions:
             return found
-        plain = [isinstance(c.func, ast.Attribute) for c in calls]
-        for name, is_method in zip(names, plain):
-            if name in TOUCHES or not (is_method or name in HARMLESS):
-                found.append(name)
+        found += [name for name in methods if name in TOUCHES]
+        found += [name for name in functions if name not in HARMLESS]
     return [kernel.name]
 
 
