@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-_WAIT, _LAUNCH = "gdc_wait()", "gdc_launch_dependents()"
+_WAIT = re.compile(r"^    tl\.extra\.cuda\.gdc_wait\(\)$", re.MULTILINE)
+"""Where every program of a kernel comes by: not in a branch or a loop."""
 _POINTER = re.compile(r"\w*_ptr\d*")
 _STORE = re.compile(r"tl\.(?:store|atomic_\w+)\(")
 _STORED = re.compile(_STORE.pattern + r"(\w*_ptr\d*)")
@@ -60,15 +61,18 @@ def keeps_order(source: str) -> bool:
 
 
 def read_kernel(text: str) -> Kernel | None:
-    """A kernel's source; None for one that is not understood, does not wait, or writes before it does, or lets the next
-    one start.
+    """A kernel's source; None for one that is not understood, that may not wait, or that before it does writes or lets
+    the next one start.
     """
     match = re.search(r"^def \w+\((.*?)\):$", text, re.MULTILINE | re.DOTALL)
     if match is None:
         return None
     parameters = tuple(part.split(":")[0].strip() for part in match[1].split(","))
-    before, wait, behind = text[match.end() :].partition(_WAIT)
-    if not wait or _LAUNCH in before or _STORE.search(before):
+    wait = _WAIT.search(text, match.end())
+    if wait is None:
+        return None
+    before, behind = text[match.end() : wait.start()], text[wait.end() :]
+    if "gdc_" in before or _STORE.search(before):
         return None
     written = {name for name in parameters if name.startswith(_WRITTEN)}
     written |= set(_STORED.findall(behind))

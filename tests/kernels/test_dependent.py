@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.triton_process import early_accesses
+
 KERNELS = Path(__file__).parents[2] / "kernels"
 
 TOUCHES = {"load", "store", "atomic_add"}
@@ -74,3 +76,18 @@ def test_all_but_those_that_choose_tokens_are_launched_so() -> None:
 def test_an_early_access_is_noticed(body: str, found: list[str]) -> None:
     (kernel,) = dependent_kernels(f"def a_kernel(x, DEPENDENT):\n{body}\n")
     assert early_calls(kernel) == found
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("ld.param.b64 %rd1, [x]; prefetch.global.L2 [%rd1]; st.shared.b32 [%r1], %r2;", []),
+        ("ld.global.b32 {%r1}, [%rd1];", ["ld.global.b32"]),
+        ("@%p1 st.global.v4.b32 [%rd1], %r2;", ["st.global.v4.b32"]),
+        ("cp.async.bulk.shared::cta.global [%r1], [%rd1], 64;", ["cp.async.bulk.shared::cta.global"]),
+        ("griddepcontrol.launch_dependents;", ["launch_dependents"]),
+    ],
+)  # fmt: skip
+def test_an_early_access_of_compiled_code_is_noticed(before: str, found: list[str]) -> None:
+    assert early_accesses(f"{before} griddepcontrol.wait; ld.global.b32 %r1, [%rd1];") == found
+    assert early_accesses(before) == ["never waits"]

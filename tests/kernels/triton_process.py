@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -79,6 +80,22 @@ def run_cases(cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
         print(json.dumps([name, problem]), flush=True)
 
 
+_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp)\.[\w.:]+")
+_LOCAL = re.compile(r"(?:ld|st|atom|red)\..*(?:param|shared)|cp\..*prefetch")
+
+
+def early_accesses(ptx: str) -> list[str]:
+    """What a kernel's code for the card does to global memory before it waits for the kernel before it, and lets the
+    next one start before that; "never waits" if it does not wait. A read of parameters or shared memory is none, nor
+    is fetching into the cache.
+    """
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    if not wait:
+        return ["never waits"]
+    found = [name for name in _ACCESS.findall(before) if not _LOCAL.match(name)]
+    return found + ["launch_dependents"] * ("griddepcontrol.launch" in before)
+
+
 @contextmanager
 def compiling(kernels: Mapping[ModuleType, Sequence[str]]) -> Iterator[None]:
     """While entered, these kernels are compiled for Hopper where they would be launched. One must be, at least."""
@@ -126,6 +143,8 @@ class _Compiler:
         source = ASTSource(self.kernel, signature, constants, hints)
         code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert code.metadata.shared <= SHARED_MEMORY
+        if values.get("DEPENDENT"):
+            assert early_accesses(code.asm["ptx"]) == []
         self.compiled.append(code)
 
 

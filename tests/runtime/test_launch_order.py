@@ -28,6 +28,9 @@ SCATTERS = kernel("scatters", WAIT, "tmp0 = tl.load(in_ptr0)", LAUNCH, "tl.store
 FILLS = kernel("fills", "tl.store(out_ptr0 + x0, 0.0)", parameters="out_ptr0, xnumel")
 STORES_EARLY = kernel("stores_early", "tl.store(out_ptr0 + x0, 0.0)", WAIT, LAUNCH)
 LAUNCHES_EARLY = kernel("launches_early", LAUNCH, WAIT, "tl.store(out_ptr0 + x0, 0.0)")
+IN_A_BRANCH = kernel(
+    "in_a_branch", "if pid < 4:", f"    {WAIT}", "    tl.store(out_ptr0 + x0, 0.0)"
+)
 KERNELS = READS_EARLY + WAITS + SCATTERS
 
 
@@ -93,7 +96,9 @@ def test_a_kernel_that_touches_memory_too_early_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [FILLS, STORES_EARLY, LAUNCHES_EARLY], ids=["never waits", "stores", "launches"]
+    "text",
+    [FILLS, STORES_EARLY, LAUNCHES_EARLY, IN_A_BRANCH],
+    ids=["never waits", "stores", "launches", "waits in a branch"],
 )
 def test_a_kernel_must_wait_before_it_writes_or_lets_the_next_one_start(text: str) -> None:
     assert keeps_order(program())
