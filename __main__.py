@@ -157,7 +157,7 @@ def _check(options: argparse.Namespace) -> int:
     sizes = options.sizes or SIZES
     settings = {"batch_invariant": options.batch_invariant, "max_requests": max(sizes) + 1}
     with regraft.wrap(model, validate="off", **settings) as engine:
-        report = check(engine, model, sizes=sizes)
+        report = check(engine, model, sizes=sizes, progress=True)
     print(report)
     return 0 if report.passed else 1
 

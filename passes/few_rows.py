@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from regraft.kernels.invariant.triton_settled import fetches_tiles
+from regraft.kernels.device import fetches_tiles
 from regraft.kernels.linear import linear
 from regraft.rewriter.graph import CapturedGraph, is_aten
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from .compare import Comparison, compare
 from .divergence import Divergence, first_divergence
@@ -115,13 +116,17 @@ def check(
     sizes: Sequence[int] = SIZES,
     validate: str = "quick",
     seed: int = 0,
+    progress: bool = False,
 ) -> CheckReport:
-    """All three checks of an engine that was made by `regraft.wrap(model, validate="off")`."""
+    """All three checks of an engine that was made by `regraft.wrap(model, validate="off")`.
+
+    `progress` shows on stderr how many batches are done.
+    """
     haystack = Haystack(engine, model, seed)
     invariant = bool(engine.config.batch_invariant)
     return CheckReport(
         validation=engine.validate(validate, seed=seed),
-        runs=tuple(haystack.runs(sizes)),
+        runs=tuple(haystack.runs(sizes, progress)),
         generated=tuple(haystack.generations()) if invariant else (),
         divergence=haystack.divergence(),
         invariant=invariant,
@@ -162,15 +167,15 @@ class Haystack:
             place += 1
         return texts, place
 
-    def runs(self, sizes: Sequence[int]) -> list[NeedleRun]:
+    def runs(self, sizes: Sequence[int], progress: bool = False) -> list[NeedleRun]:
         """The needle in batches of these sizes, with and without a long prefill, whole and in random pieces."""
         found = []
-        for size in sizes:
-            for beside_long in (False, True):
-                texts, place = self.crowd(size, beside_long)
-                for how, cuts in self._ways(texts, place):
-                    logits = self.engine.score(texts, schedule=cuts)[place]
-                    found.append(self._judged(size, beside_long, how, logits))
+        crowds = [(size, beside_long) for size in sizes for beside_long in (False, True)]
+        for size, beside_long in tqdm(crowds, unit="batch", disable=not progress):
+            texts, place = self.crowd(size, beside_long)
+            for how, cuts in self._ways(texts, place):
+                logits = self.engine.score(texts, schedule=cuts)[place]
+                found.append(self._judged(size, beside_long, how, logits))
         return found
 
     def _ways(self, texts: list[list[int]], place: int) -> list[tuple[str, Any]]:

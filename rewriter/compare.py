@@ -47,12 +47,11 @@ def compare(
     logits_a, logits_b  a tensor [len, vocab] per sequence, or one tensor for one sequence
     token_ids           the tokens of each sequence; logits[i] predicts token_ids[i + 1]
 
-    Raises ValueError if numbers of sequences or shapes differ.
+    Raises ValueError if numbers of sequences or shapes differ, or for anything but tensors.
     """
     if isinstance(token_ids, torch.Tensor):
         token_ids = token_ids.tolist()
-    firsts = [logits_a] if isinstance(logits_a, torch.Tensor) else list(logits_a)
-    seconds = [logits_b] if isinstance(logits_b, torch.Tensor) else list(logits_b)
+    firsts, seconds = _per_text(logits_a), _per_text(logits_b)
     texts = [token_ids] if token_ids and isinstance(token_ids[0], int) else list(token_ids)
     if not len(firsts) == len(seconds) == len(texts):
         raise ValueError(
@@ -82,6 +81,16 @@ def compare(
     return Comparison(
         float(kl.max()) / count, overlap / count, abs(dnll) / max(predicted, 1), worst
     )
+
+
+def _per_text(logits: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(logits, torch.Tensor):
+        return [logits]
+    for each in logits:
+        if not isinstance(each, torch.Tensor):
+            kind = type(logits if hasattr(logits, "dtype") else each).__name__
+            raise ValueError(f"logits are torch tensors [len, vocab], not of {kind}")
+    return [*logits]
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,8 @@ class Validation:
     """What was measured. `by_schedule`: how the texts were cut -> Comparison with the original's no-cache forward.
 
     `ties`: where rounding made other choices of experts or keys than in the original, what was found of them;
-    `by_schedule` then compares with the original made to choose likewise.
+    `by_schedule` then compares with the original made to choose likewise. `num_nan`: texts in whose logits the original
+    itself has NaN.
     """
 
     num_sequences: int
@@ -49,6 +50,7 @@ class Validation:
     by_schedule: Mapping[str, Comparison]
     passed: bool
     ties: Ties | None = None
+    num_nan: int = 0
 
     @classmethod
     def of(
@@ -56,7 +58,8 @@ class Validation:
         scored: Mapping[str, Sequence[torch.Tensor]], dtype: torch.dtype,
     ) -> Validation:  # fmt: skip
         results = {name: compare(expected, logits, texts) for name, logits in scored.items()}
-        return cls._judged(texts, results, dtype)
+        num_nan = sum(bool(logits.isnan().any()) for logits in expected)
+        return cls._judged(texts, results, dtype, num_nan=num_nan)
 
     @classmethod
     def of_likewise(
@@ -72,11 +75,11 @@ class Validation:
     @classmethod
     def _judged(
         cls, texts: Sequence[Sequence[int]], results: Mapping[str, Comparison], dtype: torch.dtype,
-        ties: Ties | None = None,
+        ties: Ties | None = None, num_nan: int = 0,
     ) -> Validation:  # fmt: skip
         passed = all(_passes(result, dtype) for result in results.values())
         near = ties is None or ties.widest <= NEAR.get(dtype, 0.0)
-        return cls(len(texts), sum(map(len, texts)), results, passed and near, ties)
+        return cls(len(texts), sum(map(len, texts)), results, passed and near, ties, num_nan)
 
     @property
     def max_abs(self) -> float:
@@ -101,6 +104,7 @@ class Validation:
             f"top-5 overlap {self.top5_overlap:.3f}, dNLL {self.dnll:.1e} "
             f"({self.num_sequences} texts, {self.num_tokens} tokens; {ways})"
             + (f"; {self.ties}, and the original chose likewise" if self.ties else "")
+            + (f"; the model's own logits are NaN in {self.num_nan} texts" if self.num_nan else "")
         )
 
 

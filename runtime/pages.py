@@ -56,15 +56,13 @@ class PagePool:
         return -(-num_tokens // self.page_size) if self.page_size else 0
 
     def take(self, count: int, after: int = 0, room: int = 0) -> list[int]:
-        """Hands out `count` pages, those behind page `after` if they are free. Ask `num_free` first.
+        """Hands out `count` pages, at least one, those behind page `after` if they are free. Ask `num_free` first.
 
         Consecutive pages are one view of the pool: on the CPU, attention reads them in place. A new request says how
         much `room` it may come to need, and the next one starts behind that. Placed one after the other, requests touch
         little memory that was not touched before.
         """
-        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
-        if count == 0:
-            return []
+        assert 0 < count <= self.num_free, f"{count} pages wanted, {self.num_free} free"
         while self._num_free < count:
             self._evict()
         start = after + 1

@@ -28,15 +28,13 @@ def chunk_ends(schedule: Schedule, lengths: Sequence[int], max_chunk: int) -> li
     if isinstance(schedule, int):
         if isinstance(schedule, bool) or schedule < 1:
             raise RequestError(f"schedule={schedule!r}: a chunk has 1 token or more")
-        return [_checked(_regular(length, schedule), length, max_chunk) for length in lengths]
+        return [_limited(_regular(length, schedule), max_chunk) for length in lengths]
     if len(schedule) != len(lengths):
         raise RequestError(
             f"schedule has {len(schedule)} lists of cut points for {len(lengths)} sequences: give "
             "one for each"
         )
-    return [
-        _checked(_ended(cuts, length), length, max_chunk) for cuts, length in zip(schedule, lengths)
-    ]
+    return [_limited(_ended(cuts, length), max_chunk) for cuts, length in zip(schedule, lengths)]
 
 
 def _regular(length: int, size: int) -> list[int]:
@@ -47,20 +45,18 @@ def _ended(cuts: Any, length: int) -> list[int]:
     """The cut points and the end of the sequence, which may be one of them."""
     if not isinstance(cuts, Sequence):
         raise RequestError(f"cut points {cuts!r} are no list: give one for each sequence")
-    reaches = bool(cuts) and isinstance(cuts[-1], int) and cuts[-1] >= length
-    return list(cuts) if reaches else [*cuts, length]
+    is_counted = all(isinstance(cut, int) for cut in cuts)
+    if not is_counted or any(not low < cut <= length for low, cut in zip([0, *cuts], cuts)):
+        raise RequestError(
+            f"cut points {list(cuts)} of a sequence of {length} tokens do not increase from 1 to {length}"
+        )
+    return [*cuts] if cuts and cuts[-1] == length else [*cuts, length]
 
 
-def _checked(ends: list[int], length: int, max_chunk: int) -> list[int]:
-    for start, end in zip([0, *ends], ends):
-        if not isinstance(end, int) or not start < end <= length:
-            raise RequestError(
-                f"cut points {ends} of a sequence of {length} tokens do not increase from 1 to "
-                f"{length}"
-            )
-        if end - start > max_chunk:
-            raise RequestError(
-                f"a chunk of {end - start} tokens is more than max_batch_tokens={max_chunk}: cut "
-                "it, or raise max_batch_tokens"
-            )
+def _limited(ends: list[int], max_chunk: int) -> list[int]:
+    size = max(end - start for start, end in zip([0, *ends], ends))
+    if size > max_chunk:
+        raise RequestError(
+            f"a chunk of {size} tokens is more than max_batch_tokens={max_chunk}: cut it, or raise max_batch_tokens"
+        )
     return ends

@@ -163,6 +163,15 @@ def test_a_planted_fault_does_not_get_past_wrap(
     assert validation.mean_kl > 1e-5
 
 
+def test_a_model_that_has_no_numbers_itself_is_named() -> None:
+    model = build("mistral")
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(regraft.ValidationError, match="own logits are NaN in 4 texts") as caught:
+        regraft.wrap(model, **SIZES)
+    assert caught.value.validation.num_nan == 4
+
+
 def test_validation_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And then a fault is the caller's; asked for later, it is found."""
     plant(monkeypatch, scale=lambda scale: 2 * scale)

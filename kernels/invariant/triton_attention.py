@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from regraft.kernels.dependent import dependent
+from regraft.kernels.device import num_processors
 from regraft.kernels.paged_attention.triton import _is_shared, _parts, _score
 from regraft.kernels.whole import cdiv, power_of_2
 
 from .triton_attention_tile import combine_kernel, segment_kernel, write_kernel
-from .triton_settled import num_processors, settled
+from .triton_settled import settled
 
 SEGMENT = 256
 """Keys that one running softmax takes."""

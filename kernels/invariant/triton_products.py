@@ -19,11 +19,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from regraft.kernels.dependent import dependent
+from regraft.kernels.device import fetches_tiles, num_processors
 from regraft.kernels.triton_wait import wait_for_last
 from regraft.kernels.whole import cdiv, power_of_2
 
 from .product_forms import PART, Form, chosen, forms, num_parts
-from .triton_settled import fetches_tiles, num_processors, settled
+from .triton_settled import settled
 
 __all__ = ["forms_of", "product"]
 

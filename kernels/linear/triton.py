@@ -7,9 +7,9 @@ import functools
 from torch import Tensor
 from torch.nn import functional
 
+from regraft.kernels.device import num_processors
 from regraft.kernels.invariant.product_forms import SHORTEST, Form
 from regraft.kernels.invariant.triton_products import is_fetched, product
-from regraft.kernels.invariant.triton_settled import num_processors
 from regraft.kernels.whole import cdiv
 
 FEW = 64

@@ -6,13 +6,13 @@ when lengths change.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regraft.kernels.dependent import dependent
+from regraft.kernels.device import num_processors
 from regraft.kernels.whole import power_of_2
 
 from .triton_decode import combine_kernel, decode_kernel
@@ -203,15 +203,8 @@ def _parts(width: int) -> tuple[int, int, int]:
 
 def _num_splits(device: torch.device, programs: int, max_length: int, waves: int) -> int:
     """Splits of a history such that a small batch fills the device so many times over."""
-    wanted = round(waves * _num_processors(device) / programs)
+    wanted = round(waves * num_processors(device) / programs)
     return max(1, min(wanted, -(-max_length // _MIN_SPLIT), _MAX_SPLITS))
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1  # Triton's interpreter
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _is_shared(k_cache: Tensor, v_cache: Tensor) -> bool:
