@@ -168,7 +168,7 @@ def _settle(model: nn.Module) -> None:
             fix="pass what AutoModelForCausalLM.from_pretrained returns",
         )
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    longest = getattr(_text_config(model), "max_position_embeddings", None) or PREFIX_TOKENS
+    longest = _named_positions(model) or PREFIX_TOKENS
     text = samples(model, embedding.num_embeddings, longest, "quick", 0)[0]
     (counted,) = reference_logits(model, [text])
     check_positions(model, text, counted)
@@ -199,13 +199,15 @@ def _text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def _named_positions(model: nn.Module) -> int | None:
+    """The limit that the configuration names; None for any number (for which XLNet's says -1)."""
+    named = getattr(_text_config(model), "max_position_embeddings", None)
+    return named if isinstance(named, int) and named > 0 else None
+
+
 def _max_positions(model: nn.Module, state: Rewriting) -> int | None:
     """The model's own limit, or the captured graph's where that is lower."""
-    limits = [
-        getattr(_text_config(model), "max_position_embeddings", None),
-        state.captured.max_tokens,
-    ]
-    known = [limit for limit in limits if isinstance(limit, int)]
+    known = [n for n in (_named_positions(model), state.captured.max_tokens) if n is not None]
     return min(known) if known else None
 
 

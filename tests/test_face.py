@@ -172,6 +172,14 @@ def test_a_model_that_has_no_numbers_itself_is_named() -> None:
     assert caught.value.validation.num_nan == 4
 
 
+@pytest.mark.parametrize("named", [-1, 0])
+def test_a_model_without_a_limit_of_positions(named: int) -> None:
+    model = build("mistral")
+    model.config.max_position_embeddings = named
+    engine = regraft.wrap(model, **SIZES)
+    assert engine.report.max_positions is None
+
+
 def test_validation_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """And then a fault is the caller's; asked for later, it is found."""
     plant(monkeypatch, scale=lambda scale: 2 * scale)
