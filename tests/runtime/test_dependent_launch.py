@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import fx
@@ -7,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from regraft.runtime import dependent_launch
 from regraft.runtime.dependent_launch import compile_graph
+from tests.tolerance import assert_close
 
 SOUND, UNSOUND = "a = 1", "no program ("
 DEVICE = torch.device("cpu")
@@ -51,6 +54,23 @@ def test_others_are_compiled_the_common_way(compilations, sources):
     generated[:] = sources
     compile_graph(traced(), [], DEVICE)
     assert calls == [EARLY, None]
+
+
+def test_inductor_compiles_a_graph_again(monkeypatch):
+    """As it does where a program does not keep the order: the first time must leave the graph as it was."""
+    read: list[str] = []
+    monkeypatch.setattr(dependent_launch, "is_dependent", lambda device: True)
+    monkeypatch.setattr(dependent_launch, "keeps_order", read.append)
+
+    def function(x, at):
+        scores = x.softmax(-1)
+        mask = torch.zeros_like(scores).scatter_(-1, at, 1.0)
+        return scores.masked_fill(mask == 0, 0.0).add_(x.mean(-1, keepdim=True))
+
+    x, at = torch.randn(6, 8), torch.randint(8, (6, 3))
+    out = torch.compile(function, backend=partial(compile_graph, device=DEVICE))(x, at)
+    assert len(read) == 1
+    assert_close(out, function(x, at))
 
 
 def test_elsewhere_nothing_is_asked_for(compilations, monkeypatch):
