@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ def compare(
     )
 
 
-def _per_text(logits: Sequence[torch.Tensor] | torch.Tensor) -> list[torch.Tensor]:
+def _per_text(logits: Any) -> list[torch.Tensor]:
     if isinstance(logits, torch.Tensor):
         return [logits]
     for each in logits:

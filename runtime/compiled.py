@@ -60,7 +60,7 @@ class CompiledProgram:
     ) -> None:
         self.num_compiled = 0
         self._is_final = False
-        self._compiler = compiler or partial(compile_graph, device=model.device)
+        self._compiler = compiler or partial(compile_graph, device=model.device, notes=notes)
         self._is_warm = False
         self._eager: set[nn.Module] = set()
         self.program = Program(model.module, model.input_names, self._prepare)

@@ -44,16 +44,20 @@ EARLY = {"triton.enable_pdl": True}
 
 def test_a_program_that_keeps_the_order_is_launched_early(compilations):
     calls, _ = compilations
-    compile_graph(traced(), [], DEVICE)
-    assert calls == [EARLY]
+    notes: list[str] = []
+    compile_graph(traced(), [], DEVICE, notes)
+    assert (calls, notes) == ([EARLY], [])
 
 
 @pytest.mark.parametrize("sources", [[], [SOUND, UNSOUND]], ids=["unknown", "one does not"])
 def test_others_are_compiled_the_common_way(compilations, sources):
     calls, generated = compilations
     generated[:] = sources
-    compile_graph(traced(), [], DEVICE)
-    assert calls == [EARLY, None]
+    notes: list[str] = []
+    for _ in range(2):
+        compile_graph(traced(), [], DEVICE, notes)
+    assert calls == [EARLY, None] * 2
+    assert notes == [dependent_launch.COMMON]
 
 
 def test_inductor_compiles_a_graph_again(monkeypatch):
@@ -68,7 +72,7 @@ def test_inductor_compiles_a_graph_again(monkeypatch):
         return scores.masked_fill(mask == 0, 0.0).add_(x.mean(-1, keepdim=True))
 
     x, at = torch.randn(6, 8), torch.randint(8, (6, 3))
-    out = torch.compile(function, backend=partial(compile_graph, device=DEVICE))(x, at)
+    out = torch.compile(function, backend=partial(compile_graph, device=DEVICE, notes=[]))(x, at)
     assert len(read) == 1
     assert_close(out, function(x, at))
 
@@ -76,7 +80,7 @@ def test_inductor_compiles_a_graph_again(monkeypatch):
 def test_elsewhere_nothing_is_asked_for(compilations, monkeypatch):
     calls, _ = compilations
     monkeypatch.setattr(dependent_launch, "is_dependent", lambda device: False)
-    compile_graph(traced(), [], DEVICE)
+    compile_graph(traced(), [], DEVICE, [])
     assert calls == [None]
 
 
