@@ -63,7 +63,7 @@ def compare(
     kl, overlap, worst, count = torch.zeros(2).double(), 0.0, 0.0, 0
     dnll, predicted = 0.0, 0
     for a, b, text in zip(firsts, seconds, texts, strict=True):
-        if a.shape != b.shape or a.shape[0] != len(text):
+        if a.dim() != 2 or a.shape != b.shape or a.shape[0] != len(text):
             raise ValueError(f"logits {tuple(a.shape)} and {tuple(b.shape)} for {len(text)} tokens")
         tokens: list[int] = [*text]
         if not all(0 <= token < a.shape[1] for token in tokens):

@@ -18,6 +18,7 @@ LOGITS = torch.linspace(-1, 1, 15).reshape(3, 5)
         (LOGITS, LOGITS, [[1, 2, 3], [1]], "1 and 1 sets of logits for 2 sequences"),
         (LOGITS, LOGITS[:, :4], [1, 2, 3], r"logits \(3, 5\) and \(3, 4\) for 3 tokens"),
         (LOGITS, LOGITS, [1, 2], r"logits \(3, 5\) and \(3, 5\) for 2 tokens"),
+        (LOGITS[:, 0], LOGITS[:, 0], [1, 2, 3], r"logits \(3,\) and \(3,\) for 3 tokens"),
         (LOGITS, LOGITS, [1, 2, 5], "outside the vocabulary of 5"),
         (LOGITS, LOGITS, [1, 2, -1], "outside the vocabulary of 5"),
         ([], [], [], "nothing to compare"),
