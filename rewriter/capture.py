@@ -32,7 +32,7 @@ from .module_leaf import attach_calls
 from .normal_form import normalize
 from .opaque import OpaqueModules, Settings, Untraceable, example_row
 from .sizes import Interval, guard_interval, missing_block
-from .untouched import configs_of, untouched
+from .untouched import configs_of, no_hooks_left, untouched
 from .watch import Watch
 from .wrapped_weights import Carried
 
@@ -196,7 +196,7 @@ def _export(row: _PackedRow, tokens: int) -> ExportedProgram:
     device = next(row.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     positions = torch.arange(tokens, device=device)[None]
-    with sdpa_kernel(SDPBackend.MATH), quiet():
+    with sdpa_kernel(SDPBackend.MATH), quiet(), no_hooks_left():
         return torch.export.export(
             row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
         )

@@ -33,6 +33,7 @@ from .lift import lift
 from .module_leaf import attach_calls
 from .normal_form import normalize
 from .pattern import Declined
+from .untouched import no_hooks_left
 
 EXAMPLE_TOKENS = 37
 """Length of the traced row: odd, so that no division comes out even by chance."""
@@ -261,6 +262,7 @@ def _export(row: _Row) -> ExportedProgram:
         torch.no_grad(),
         sdpa_kernel(SDPBackend.MATH),
         warnings.catch_warnings(),
+        no_hooks_left(),
     ):
         warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
         program = torch.export.export(

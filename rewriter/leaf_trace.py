@@ -26,7 +26,7 @@ from .module_leaf import ModuleCall, Slot, owned_tensors
 from .normal_form import normalize
 from .sizes import FAR, Interval, holds
 from .token_axis.value import has_tokens
-from .untouched import untouched
+from .untouched import no_hooks_left, untouched
 
 ROWS, MODULE = "rows.", "module."
 """Prefixes of weight names in a traced leaf: tables of rows that stand for arguments, and the module's own."""
@@ -132,7 +132,7 @@ def _export(alone: _Alone, tokens: int) -> ExportedProgram:
     grows = [{d: Dim.AUTO for d, size in enumerate(t.shape) if size == tokens} for t in others]
     try:
         with untouched(module), call.settings(module), torch.no_grad():
-            with sdpa_kernel(SDPBackend.MATH), quiet():
+            with sdpa_kernel(SDPBackend.MATH), quiet(), no_hooks_left():
                 program = torch.export.export(
                     alone, (ids, others), dynamic_shapes=({1: Dim.AUTO}, grows), strict=False
                 )

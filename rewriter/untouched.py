@@ -48,6 +48,20 @@ def untouched(model: nn.Module) -> Iterator[None]:
             _restore(live, before)
 
 
+@contextlib.contextmanager
+def no_hooks_left() -> Iterator[None]:
+    """Remove, on leaving, hooks on the buffers of all modules: in torch 2.11 an export that fails leaves one, which
+    keeps the model in memory for good.
+    """
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for number in hooks.keys() - before:
+            del hooks[number]
+
+
 def _copy_containers(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name -> (the object itself, a shallow copy of its contents if it is a container)."""
     return {

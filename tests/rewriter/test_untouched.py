@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from regraft.rewriter.untouched import borrowed, configs_of, untouched, writes_undone
+from regraft.rewriter.untouched import borrowed, configs_of, no_hooks_left, untouched, writes_undone
 
 
 class Owner(nn.Module):
@@ -64,6 +64,21 @@ def write(model: Owner, outside: torch.Tensor) -> None:
         outside.add_(1)
         assert len(writes.storages) == 3
         raise KeyError
+
+
+def test_hooks_on_every_module_are_removed() -> None:
+    seen: list[str] = []
+
+    def note(module: nn.Module, name: str, buffer: object) -> None:
+        seen.append(name)
+
+    register = torch.nn.modules.module.register_module_buffer_registration_hook
+    own = register(note)
+    with no_hooks_left():
+        register(note)
+    nn.Module().register_buffer("one", torch.ones(1))
+    own.remove()
+    assert seen == ["one"]
 
 
 @torch.no_grad()
