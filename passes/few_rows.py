@@ -14,7 +14,7 @@ from torch import fx
 
 from regraft.kernels.device import fetches_tiles
 from regraft.kernels.linear import linear
-from regraft.rewriter.graph import CapturedGraph, is_aten
+from regraft.rewriter.graph import CapturedGraph, is_aten, is_row
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -25,8 +25,10 @@ def take_few_rows(captured: CapturedGraph) -> int:
     for node in list(captured.graph.nodes):
         if is_aten(node, "linear") and _is_plain(node, captured.module):
             x, weight, *rest = node.args
-            node.target, node.args = linear, (x, weight, rest[0] if rest else None)
-            count += 1
+            bias = rest[0] if rest else None
+            if bias is None or is_row(bias):
+                node.target, node.args = linear, (x, weight, bias)
+                count += 1
     captured.module.recompile()
     return count
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from regraft.kernels.invariant import schema
-from regraft.rewriter.graph import shape_of
+from regraft.rewriter.graph import is_row, shape_of
 from regraft.rewriter.pattern import Declined
 from regraft.rewriter.token_axis.value import has_tokens
 
@@ -73,6 +73,8 @@ def _given(node: fx.Node) -> dict[str, Any]:
 def linear(node: fx.Node, given: Given, fixed: set[fx.Node]) -> Form | Declined:
     if given["weight"] not in fixed:
         return Declined("the weight of a linear map depends on tokens", node)
+    if given.get("bias") is not None and not is_row(given["bias"]):
+        return Declined("a linear map with a bias of several rows", node)
     return Form(
         operators.invariant_linear.default, (given["input"], given["weight"], given.get("bias"))
     )
@@ -84,6 +86,8 @@ def addmm(node: fx.Node, given: Given, fixed: set[fx.Node]) -> Form | Declined:
         return Declined("a product whose weight or bias depends on tokens", node)
     if given["beta"] != 1 or given["alpha"] != 1:
         return Declined("a product with factors", node)
+    if not is_row(given["self"]):
+        return Declined("a product with a bias of several rows", node)
     weight = transposed(given["mat2"], node)
     return Form(operators.invariant_linear.default, (given["mat1"], weight, given["self"]))
 

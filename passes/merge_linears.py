@@ -49,20 +49,23 @@ def _kind(node: fx.Node, module: fx.GraphModule) -> tuple[object, ...] | None:
     """What merged projections must agree in; None for one that cannot be merged."""
     _, weight, *rest = node.args
     bias = rest[0] if rest else None
-    tensors = [_parameter(operand, module) for operand in (weight, bias) if operand is not None]
+    operands = [(weight, 2)] + [(bias, 1)] * (bias is not None)
+    tensors = [_parameter(operand, module, dims) for operand, dims in operands]
     if any(tensor is None or tensor.shape[0] % ROWS for tensor in tensors):
         return None
     return (bias is None, *((t.dtype, t.device, t.requires_grad) for t in tensors if t is not None))
 
 
-def _parameter(operand: object, module: fx.GraphModule) -> nn.Parameter | None:
+def _parameter(operand: object, module: fx.GraphModule, dims: int) -> nn.Parameter | None:
     if not isinstance(operand, fx.Node) or operand.op != "get_attr":
         return None
     tensor = module._parameters.get(str(operand.target))
     plain = (
         tensor is not None and type(tensor) is nn.Parameter and type(tensor.data) is torch.Tensor
     )
-    return tensor if plain and tensor is not None and tensor.is_contiguous() else None
+    if not plain or tensor is None or tensor.dim() != dims or not tensor.is_contiguous():
+        return None
+    return tensor
 
 
 def _group(nodes: list[fx.Node]) -> Group:

@@ -94,6 +94,11 @@ def shape_of(node: fx.Node) -> tuple[Size, ...]:
     return shape
 
 
+def is_row(node: fx.Node) -> bool:
+    """Whether a tensor is one row, or a number: added to many rows, it is the same for each."""
+    return all(size == 1 for size in shape_of(node)[:-1])
+
+
 def token_count(graph: fx.Graph) -> fx.Node:
     """The node that holds T, of which a graph in normal form has one."""
     return next(n for n in graph.nodes if n.op == "call_function" and n.meta.get("size") == TOKENS)

@@ -39,7 +39,8 @@ def product(
 ) -> Tensor:
     """x [B, M, K] @ weight [B, N, K]^T -> [B, M, N], in x's dtype; float16, bfloat16 or float32.
 
-    `out` may have any strides. `form` and `parts` are for tests and measurements.
+    `bias` is [N], or what is one row with torch's broadcasting. `out` may have any strides. `form` and `parts` are for
+    tests and measurements.
     """
     batch, rows, width = x.shape
     columns = weight.shape[1]
@@ -51,6 +52,7 @@ def product(
         batch, rows, columns, width, x.dtype, num_processors(x.device), is_fetched(weight), form, parts
     )  # fmt: skip
     x, form, parts, is_split = settled(x), launch.form, launch.parts, launch.is_split
+    bias = _in_a_row(bias, columns)
     target = out
     if is_split:
         target = torch.empty(parts, batch, rows, columns, dtype=torch.float32, device=x.device)
@@ -69,6 +71,15 @@ def product(
             num_warps=4, enable_fp_fusion=False, **dependent(x.device),
         )  # fmt: skip
     return out
+
+
+def _in_a_row(bias: Tensor | None, columns: int) -> Tensor | None:
+    """The bias of all rows as N elements side by side."""
+    if bias is None or (bias.shape == (columns,) and bias.is_contiguous()):
+        return bias
+    if any(size != 1 for size in bias.shape[:-1]):
+        raise ValueError(f"a bias {list(bias.shape)} is not the same for all rows")
+    return bias.reshape(-1).expand(columns).contiguous()
 
 
 @dataclass(frozen=True)

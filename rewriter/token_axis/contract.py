@@ -74,7 +74,7 @@ def linear(facts: Facts) -> Value:
     lead = _batch(len(facts.shape(source)) - 1)
     terms: list[Term] = [(source, [*lead, "k"]), (weight, ["n", "k"][-len(facts.shape(weight)) :])]
     if isinstance(bias, fx.Node) and facts.shape(bias):
-        terms.append((bias, ["n"]))
+        terms.append(_aligned(facts, bias, [*lead, "n"]))
     return contract(facts, terms, [*lead, "n"], CONTRACTS)
 
 

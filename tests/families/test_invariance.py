@@ -268,6 +268,18 @@ class Running(nn.Module):
         return x + x.cumsum(1)
 
 
+class OfHeads(nn.Module):
+    """A linear map with a bias of its own for each of four heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width // 4, width // 4))
+        self.bias = nn.Parameter(torch.randn(4, width // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.unflatten(-1, (4, -1)), self.weight, self.bias).flatten(-2)
+
+
 def captured_with(activation: nn.Module) -> CapturedGraph:
     model = build("llama")
     model.model.layers[1].mlp.act_fn = activation
@@ -301,6 +313,13 @@ def test_a_product_that_cannot_be_trusted_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("regraft.passes.invariant.steady_product", lambda weight: False)
     with pytest.raises(regraft.RewriteError, match="rounds a row by its place in a tile"):
         make_invariant(captured)
+
+
+def test_a_bias_of_several_rows_is_refused() -> None:
+    """The card's product adds one row to all."""
+    width = build("llama").config.intermediate_size
+    with pytest.raises(regraft.RewriteError, match="a bias of several rows"):
+        make_invariant(captured_with(OfHeads(width)))
 
 
 def test_wrap_refuses_and_allows() -> None:

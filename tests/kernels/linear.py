@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -26,6 +27,16 @@ CASES = {
     "none": (0, 64, 128, False),
 }
 """Name -> rows, columns, width, whether there is a bias."""
+
+BIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "every other": lambda x: x[::2],
+    "a column": lambda x: x.view(16, 2)[:, 1],
+    "a number": lambda x: x[3],
+    "one element": lambda x: x[3:4],
+    "one for all": lambda x: x[3].expand(16),
+    "a row": lambda x: x[None, :16],
+}
+"""Name -> of 32 elements, a bias of 16 columns that does not lie as N elements side by side."""
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -52,6 +63,34 @@ def check_interpreted(name: str) -> None:
     check(name, triton.linear_triton)
 
 
+def check_bias(name: str, linear: Linear, device: str = "cpu") -> None:
+    """A bias in another layout, with NaN wherever it has no element."""
+    x, weight = torch.randn(1, 3, 64).half(), (torch.randn(16, 64) / 8).half()
+    kept = BIASES[name](torch.arange(32)).flatten()
+    storage = torch.full((32,), torch.nan).half()
+    storage[kept] = torch.randn(32).half()[kept]
+    x, weight, bias = x.to(device), weight.to(device), BIASES[name](storage.to(device))
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    assert_close(linear(x, weight, bias), expected, dtype=torch.float16, name=name)
+
+
+def check_bias_interpreted(name: str) -> None:
+    """With the tiles of a card."""
+    from regraft.kernels.linear import triton
+
+    triton.num_processors = lambda device: PROCESSORS
+    check_bias(name, triton.linear_triton)
+
+
+def check_rows_of_bias_refused() -> None:
+    """A bias of several rows is none of these."""
+    from regraft.kernels.linear import triton
+
+    x, weight = torch.randn(3, 64).half(), torch.randn(16, 64).half()
+    with pytest.raises(ValueError, match="not the same for all rows"):
+        triton.linear_triton(x, weight, torch.randn(3, 16).half())
+
+
 def compile_all() -> None:
     """For Hopper: every tile that few rows take."""
     from regraft.kernels.invariant import triton_products
@@ -70,6 +109,12 @@ def compile_all() -> None:
 
 if __name__ == "__main__":
     if is_interpreted():
-        run_cases((name, partial(check_interpreted, name)) for name in CASES)
+        run_cases(
+            [
+                *((name, partial(check_interpreted, name)) for name in CASES),
+                *((f"bias: {name}", partial(check_bias_interpreted, name)) for name in BIASES),
+                ("bias: refused", check_rows_of_bias_refused),
+            ]
+        )
     else:
         run_cases([("compiled", compile_all)])

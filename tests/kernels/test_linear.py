@@ -21,6 +21,12 @@ def test_triton_interpreted(name: str) -> None:
     assert outcomes("linear", True)[name] == ""
 
 
+@pytest.mark.xdist_group("linear_interpreted")
+@pytest.mark.parametrize("name", [*cases.BIASES, "refused"])
+def test_a_bias_in_another_layout_interpreted(name: str) -> None:
+    assert outcomes("linear", True)[f"bias: {name}"] == ""
+
+
 @pytest.mark.slow
 def test_triton_compiles_without_a_gpu() -> None:
     assert outcomes("linear", False) == {"compiled": ""}
@@ -47,6 +53,12 @@ def test_shape_and_dtype_are_known_beforehand() -> None:
 @pytest.mark.parametrize("name", cases.CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     cases.check(name, linear, "cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases.BIASES)
+def test_a_bias_in_another_layout_on_a_gpu(name: str) -> None:
+    cases.check_bias(name, linear, "cuda")
 
 
 @pytest.mark.gpu

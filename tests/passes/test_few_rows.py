@@ -53,6 +53,14 @@ def test_a_weight_that_is_computed_is_left():
     assert take_few_rows(graph) == 0
 
 
+def test_a_bias_of_several_rows_is_left():
+    graph = graph_of(half(bias=True))
+    for node in graph.graph.nodes:
+        if node.op == "get_attr" and "bias" in str(node.target):
+            node.meta["shape"] = (5, *node.meta["shape"])
+    assert take_few_rows(graph) == 0
+
+
 def test_a_weight_of_a_class_of_its_own_is_left():
     class Own(torch.Tensor):
         """As quantised weights are."""

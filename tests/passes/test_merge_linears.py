@@ -132,6 +132,18 @@ def spoil_layout(model: Projections) -> None:
         layer.weight = nn.Parameter(torch.randn(8, layer.out_features).T)
 
 
+def spoil_bias(model: Projections) -> None:
+    """Of eight rows in place of one."""
+    for name in "qkv":
+        layer = model.get_submodule(name)
+        layer.bias = nn.Parameter(torch.randn(8, layer.out_features))
+
+
+def spoil_bias_to_a_number(model: Projections) -> None:
+    for name in "qkv":
+        model.get_submodule(name).bias = nn.Parameter(torch.tensor(0.5))
+
+
 @pytest.mark.parametrize(
     ("options", "spoil"),
     [
@@ -139,8 +151,10 @@ def spoil_layout(model: Projections) -> None:
         ({"dtypes": (torch.float32, torch.bfloat16, torch.float16)}, None),
         ({"widths": (8, 8, 8)}, spoil_tie),
         ({}, spoil_layout),
+        ({"bias": True}, spoil_bias),
+        ({"bias": True}, spoil_bias_to_a_number),
     ],
-    ids=["odd rows", "dtypes", "tied", "not contiguous"],
+    ids=["odd rows", "dtypes", "tied", "not contiguous", "rows of bias", "a number for bias"],
 )
 def test_what_cannot_be_merged_is_left_alone(options, spoil):
     model = Projections(**options)

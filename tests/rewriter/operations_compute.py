@@ -98,7 +98,9 @@ def linear(p: Program, c: Chooser) -> fx.Node | None:
     )
     if node is None:
         return None
-    bias = p.weight(4) if c.chance(3) else None
+    above = shape(node)[-2] if len(shape(node)) > 1 else 1
+    rows = above if isinstance(above, int) else 1
+    bias = p.weight(*c.pick([(4,), (1,), (), (rows, 4)])) if c.chance(3) else None
     return p.call(aten.linear.default, node, p.weight(4, shape(node)[-1]), bias)  # type: ignore[arg-type]
 
 
