@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regraft.kernels.dependent import dependent
 from regraft.kernels.device import num_processors
-from regraft.kernels.paged_attention.triton import _is_shared, _parts, _score
+from regraft.kernels.paged_attention.triton import _by_head, _is_shared, _parts, _score
 from regraft.kernels.whole import cdiv, power_of_2
 
 from .triton_attention_tile import combine_kernel, segment_kernel, write_kernel
@@ -89,6 +89,7 @@ def paged_attention(
         return out
     shared = _is_shared(k_cache, v_cache)
     q, k, v = settled(q), settled(k), k[..., :v_width] if shared else settled(v)
+    sinks, alibi_slopes = _by_head(sinks), _by_head(alibi_slopes)
     operands = (q, k, v, k_cache, v_cache)
     strides = tuple(x.stride() for x in operands)
     started = dependent(q.device)

@@ -86,7 +86,7 @@ def paged_attention_triton(
     common: dict[str, Any] = {
         "operands": operands,
         "strides": tuple(x.stride() for x in operands),
-        "extras": (sinks, alibi_slopes, rel_bias),
+        "extras": (_by_head(sinks), _by_head(alibi_slopes), rel_bias),
         "rel_strides": (0, 0, 0) if rel_bias is None else rel_bias.stride(),
         "out_ptr": out,
         "cu_seqlens_ptr": cu_seqlens,
@@ -180,6 +180,11 @@ def _prefill(common: dict[str, Any], tokens: int, seqs: int, programs: int, is_l
         **tiles,
         **common,
     )
+
+
+def _by_head(x: Tensor | None) -> Tensor | None:
+    """A number a head, side by side as kernels read them."""
+    return None if x is None else x.contiguous()
 
 
 def _score(

@@ -89,8 +89,8 @@ def make(case: Case, device: str = "cpu") -> dict[str, Any]:
         "slot_mapping": torch.tensor(slots, dtype=torch.int64),
         "scale": case.scale,
         **case.scoring,
-        "sinks": torch.randn(case.heads) if case.sinks else None,
-        "alibi_slopes": torch.rand(case.heads) if case.alibi else None,
+        "sinks": _column(torch.randn(case.heads)) if case.sinks else None,
+        "alibi_slopes": _column(torch.rand(case.heads)) if case.alibi else None,
         "rel_bias": torch.randn(tokens, case.heads, case.reach).to(case.dtype)
         if case.reach
         else None,
@@ -100,6 +100,13 @@ def make(case: Case, device: str = "cpu") -> dict[str, Any]:
         arguments["v"] = arguments["k"][..., : case.v_width]
         arguments["v_cache"] = arguments["k_cache"][..., : case.v_width]
     return arguments
+
+
+def _column(x: Tensor) -> Tensor:
+    """The same numbers as a column of a table that is NaN elsewhere, as a model may hold one for all its layers."""
+    table = torch.full((len(x), 3), torch.nan)
+    table[:, 1] = x
+    return table[:, 1]
 
 
 def first_seen(case: Case, pos: int) -> int:
