@@ -35,12 +35,15 @@ def with_unused_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[
     unmark = mark_dynamic(value)
     known = tx.output.side_effects.id_to_variable.get(id(value))
     if known is None:
-        VariableBuilder(tx, source)(value)
-    else:
+        known = VariableBuilder(tx, source)(value)
+    if len(module.graph.find_nodes(op="placeholder")) == len(before):
         _back(tx, source, value, known.as_proxy().node.meta["example_value"])
     unmark()
-    added = [node for node in module.graph.find_nodes(op="placeholder") if node not in before]
-    assert list(module.graph.find_nodes(op="placeholder")) == before + added
+    placeholders = list(module.graph.find_nodes(op="placeholder"))
+    added = placeholders[len(before) :]
+    assert placeholders[: len(before)] == before
+    # Without them a packed row would be served as one text.
+    assert added, f"{source.name} is no input"
     for node in added:
         node._dynamo_source = node.meta["grapharg"].source
     module.recompile()
@@ -48,7 +51,9 @@ def with_unused_inputs(module: fx.GraphModule, examples: Sequence[Any]) -> list[
 
 
 def _back(tx: Any, source: Source, value: torch.Tensor, fake: Any) -> None:
-    """As an input again: the model handed it on and nothing read it. Dynamo knows it, guards it, and has dropped it."""
+    """As an input again: the model handed it on and nothing read it. Dynamo knows it, guards it, and has dropped it
+    (by the object, or in torch 2.11 by the source).
+    """
     node = tx.output.root_tracer.create_graph_input(NAME, type(value), fake, source=source).node
     node.meta["grapharg"] = GraphArg(source, value, False, fake)
     node.meta["example_value"] = fake
