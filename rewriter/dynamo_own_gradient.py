@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,19 +30,23 @@ class _Forward(fx.Interpreter):
 @dataclass
 class _Backward:
     """The function's backward, given the tensors and sizes that it saves. `saved` has their types in place of them, and
-    all else as it is; `takes` says which of its results are wanted.
+    all else as it is; `takes` says which of its results are wanted. The gradient is that of the function's result
+    number `result`; of the others nothing is read.
     """
 
     graph: fx.GraphModule
     saved: list[Any]
     takes: list[int]
+    result: int
+    num_results: int
 
     def __call__(
         self, grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor | None]:
         given = {Tensor: iter(tensors), torch.SymInt: iter(sizes)}
         saved = [next(given[value]) if isinstance(value, type) else value for value in self.saved]
-        found = fx.Interpreter(self.graph).run(grad, *saved)
+        grads = [grad if index == self.result else None for index in range(self.num_results)]
+        found = fx.Interpreter(self.graph).run(*grads, *saved)
         found = found if isinstance(found, (tuple, list)) else (found,)
         return [found[index] for index in self.takes]
 
@@ -54,21 +59,38 @@ def own_gradient_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) 
     if kwargs.get("dirty_idx"):
         raise NotInlined("an autograd.Function that writes into its inputs")
     result, saved = _Forward(forward).run(*inputs)
-    single = isinstance(result, (tuple, list))
-    if single and len(result) != 1:
-        raise NotInlined("an autograd.Function with several results")
-    value = result[0] if single else result
+    is_single = not isinstance(result, (tuple, list))
+    results = [result] if is_single else [*result]
+    at = 0 if is_single else _read(node, backward, len(results))
     if not kwargs.get("non_differentiable_idx"):
-        value = _with_backward(value, inputs, saved, backward)
-    return type(result)([value]) if single else value
+        results[at] = _with_backward(results[at], inputs, saved, backward, at, len(results))
+    return results[0] if is_single else type(result)(results)
+
+
+def _read(node: fx.Node, backward: fx.GraphModule, count: int) -> int:
+    """Which of a function's results is read. Torch 2.11 gives whatever it computes on the way as further ones."""
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    grads = list(backward.graph.find_nodes(op="placeholder"))[:count]
+    is_one = len(read) == 1 and all(user.target is operator.getitem for user in node.users)
+    if not is_one or any(grad.users for index, grad in enumerate(grads) if index not in read):
+        raise NotInlined("an autograd.Function with several results")
+    (at,) = read
+    assert isinstance(at, int)
+    return at
 
 
 def _with_backward(
-    value: Tensor, inputs: Sequence[Any], saved: Sequence[Any], graph: fx.GraphModule
+    value: Tensor,
+    inputs: Sequence[Any],
+    saved: Sequence[Any],
+    graph: fx.GraphModule,
+    result: int,
+    num_results: int,
 ) -> Tensor:
     kinds = [next((k for k in (Tensor, torch.SymInt) if isinstance(x, k)), None) for x in saved]
     at = [index for index, x in enumerate(inputs) if isinstance(x, Tensor)]
-    backward = _Backward(graph, [kind or x for kind, x in zip(kinds, saved)], at)
+    kept = [kind or x for kind, x in zip(kinds, saved)]
+    backward = _Backward(graph, kept, at, result, num_results)
     graph.regraft_backward = backward  # which lives as long as Dynamo's graph does
     tensors, sizes = ([x for x in saved if isinstance(x, k)] for k in (Tensor, torch.SymInt))
     return own_gradient(value, [inputs[i] for i in at], tensors, sizes, enlist_backward(backward))

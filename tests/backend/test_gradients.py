@@ -14,7 +14,9 @@ from tests.backend.toys import (
     WithDetach,
     WithOwnGradient,
     WithPair,
+    WithSpare,
     WithSum,
+    WithUnreadPair,
 )
 from tests.families.models import build
 
@@ -87,7 +89,9 @@ def test_packed_step(name: str) -> None:
     assert_equal_gradients(gradients(model), expected)
 
 
-@pytest.mark.parametrize("kind", [ToyLM, WithCheckpoint, WithDetach, WithOwnGradient, WithSum])
+@pytest.mark.parametrize(
+    "kind", [ToyLM, WithCheckpoint, WithDetach, WithOwnGradient, WithSpare, WithSum]
+)
 def test_where_a_model_says_what_has_a_gradient(kind: type[ToyLM]) -> None:
     """Stopped and made-up gradients are the model's own; what runs without an operator has one too."""
     model, lengths = kind(), (7, 1, 4)
@@ -101,8 +105,9 @@ def test_where_a_model_says_what_has_a_gradient(kind: type[ToyLM]) -> None:
     assert_equal_gradients(gradients(model), expected)
 
 
-def test_a_function_that_cannot_be_had_apart_is_left_alone() -> None:
-    model, ids = WithPair(), torch.randint(32, (2, 5))
+@pytest.mark.parametrize("kind", [WithPair, WithUnreadPair])
+def test_a_function_that_cannot_be_had_apart_is_left_alone(kind: type[ToyLM]) -> None:
+    model, ids = kind(), torch.randint(32, (2, 5))
     model(input_ids=ids).logits.square().sum().backward()
     expected = gradients(model)
     with fresh_dynamo() as reports:

@@ -137,6 +137,32 @@ class WithPair(ToyLM):
         return x + one * two
 
 
+class _Spare(torch.autograd.Function):
+    """Two results; the backward reads the gradient of the second alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+        return two * 5
+
+
+class WithSpare(ToyLM):
+    """A function with a backward of its own, of whose two results one is read."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + _Spare.apply(mixed)[1]
+
+
+class WithUnreadPair(ToyLM):
+    """The backward reads the gradient of a result that nobody read."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + _Pair.apply(mixed)[0]
+
+
 class WithSum(ToyLM):
     """Every token reads a sum over all that came before: a mixing that no pass knows."""
 
