@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+OLDEST := .venv-oldest
 PYTEST := $(BIN)/python -m pytest
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint imports format types test test-fast demo bench clean
+.PHONY: help setup lint imports format types test test-fast test-oldest demo bench clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -39,13 +40,19 @@ types: setup ## mypy, strict, over the package
 	MYPYPATH=$(VENV)/types $(BIN)/mypy -p regraft.rewriter -p regraft.passes -p regraft.runtime -p regraft.kernels -m regraft
 
 # Tiny models are fastest on one thread each; two workers fill two cores.
-test test-fast: export OMP_NUM_THREADS = 1
+test test-fast test-oldest: export OMP_NUM_THREADS = 1
 
 test: lint types ## lint, types and every test
 	$(PYTEST) -n $(WORKERS) --dist=loadgroup
 
 test-fast: setup ## the tests without those marked slow
 	$(PYTEST) -n $(WORKERS) --dist=loadgroup -m 'not slow'
+
+test-oldest: ## what leans on torch's internals, under the oldest torch (a download of gigabytes)
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	grep -v -E '^(torch|triton)==' constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --constraint $(OLDEST)/constraints.txt torch==2.11.0 --editable '.[test,demo]'
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) --dist=loadgroup tests/backend tests/passes tests/rewriter tests/runtime
 
 demo: setup ## a real model answers eight chats at once, measured beside transformers
 	$(BIN)/python examples/quickstart.py $(MODEL)
@@ -54,4 +61,4 @@ bench: setup ## 32 ragged chats on the CPU: Regraft beside transformers' own way
 	$(BIN)/python examples/benchmark_cpu.py
 
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
