@@ -30,22 +30,21 @@ class _Forward(fx.Interpreter):
 @dataclass
 class _Backward:
     """The function's backward, given the tensors and sizes that it saves. `saved` has their types in place of them, and
-    all else as it is; `takes` says which of its results are wanted. The gradient is that of the function's result
-    number `result`; of the others nothing is read.
+    all else as it is; `takes` says which of its results are wanted. `is_read` says of the function's results which one
+    has the gradient.
     """
 
     graph: fx.GraphModule
     saved: list[Any]
     takes: list[int]
-    result: int
-    num_results: int
+    is_read: list[bool]
 
     def __call__(
         self, grad: Tensor, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> list[Tensor | None]:
         given = {Tensor: iter(tensors), torch.SymInt: iter(sizes)}
         saved = [next(given[value]) if isinstance(value, type) else value for value in self.saved]
-        grads = [grad if index == self.result else None for index in range(self.num_results)]
+        grads = [grad if is_read else None for is_read in self.is_read]
         found = fx.Interpreter(self.graph).run(*grads, *saved)
         found = found if isinstance(found, (tuple, list)) else (found,)
         return [found[index] for index in self.takes]
@@ -62,8 +61,9 @@ def own_gradient_of(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) 
     is_single = not isinstance(result, (tuple, list))
     results = [result] if is_single else [*result]
     at = 0 if is_single else _read(node, backward, len(results))
-    if not kwargs.get("non_differentiable_idx"):
-        results[at] = _with_backward(results[at], inputs, saved, backward, at, len(results))
+    if at not in (kwargs.get("non_differentiable_idx") or ()):
+        is_read = [index == at for index in range(len(results))]
+        results[at] = _with_backward(results[at], inputs, saved, backward, is_read)
     return results[0] if is_single else type(result)(results)
 
 
@@ -84,13 +84,11 @@ def _with_backward(
     inputs: Sequence[Any],
     saved: Sequence[Any],
     graph: fx.GraphModule,
-    result: int,
-    num_results: int,
+    is_read: list[bool],
 ) -> Tensor:
     kinds = [next((k for k in (Tensor, torch.SymInt) if isinstance(x, k)), None) for x in saved]
     at = [index for index, x in enumerate(inputs) if isinstance(x, Tensor)]
-    kept = [kind or x for kind, x in zip(kinds, saved)]
-    backward = _Backward(graph, kept, at, result, num_results)
+    backward = _Backward(graph, [kind or x for kind, x in zip(kinds, saved)], at, is_read)
     graph.regraft_backward = backward  # which lives as long as Dynamo's graph does
     tensors, sizes = ([x for x in saved if isinstance(x, k)] for k in (Tensor, torch.SymInt))
     return own_gradient(value, [inputs[i] for i in at], tensors, sizes, enlist_backward(backward))

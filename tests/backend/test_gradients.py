@@ -14,6 +14,7 @@ from tests.backend.toys import (
     WithDetach,
     WithOwnGradient,
     WithPair,
+    WithRest,
     WithSpare,
     WithSum,
     WithUnreadPair,
@@ -90,7 +91,7 @@ def test_packed_step(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [ToyLM, WithCheckpoint, WithDetach, WithOwnGradient, WithSpare, WithSum]
+    "kind", [ToyLM, WithCheckpoint, WithDetach, WithOwnGradient, WithRest, WithSpare, WithSum]
 )
 def test_where_a_model_says_what_has_a_gradient(kind: type[ToyLM]) -> None:
     """Stopped and made-up gradients are the model's own; what runs without an operator has one too."""

@@ -156,6 +156,27 @@ class WithSpare(ToyLM):
         return x + _Spare.apply(mixed)[1]
 
 
+class _RoundedAndRest(torch.autograd.Function):
+    """A result with a backward of its own, and one that has none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        rest = x - x.round()
+        ctx.mark_non_differentiable(rest)
+        return x.round(), rest
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor, two: Tensor) -> Tensor:
+        return one * 7
+
+
+class WithRest(ToyLM):
+    """Of the two results, the one with a gradient is read."""
+
+    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
+        return x + _RoundedAndRest.apply(4 * mixed)[0]
+
+
 class WithUnreadPair(ToyLM):
     """The backward reads the gradient of a result that nobody read."""
 
