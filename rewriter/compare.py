@@ -89,8 +89,7 @@ def _per_text(logits: Any) -> list[torch.Tensor]:
         return [logits]
     for each in logits:
         if not isinstance(each, torch.Tensor):
-            kind = type(logits if hasattr(logits, "dtype") else each).__name__
-            raise ValueError(f"logits are torch tensors [len, vocab], not of {kind}")
+            raise ValueError(f"logits are torch tensors [len, vocab], not {type(each).__name__}")
     return [*logits]
 
 

@@ -126,10 +126,9 @@ def test_a_query_has_one_result(sizes: tuple[int, int, int, int]) -> None:
 
 def by_the_rows_at_hand(tile: Tensor, weight: Tensor) -> Tensor:
     """A mutant: the order of the sum is chosen by where a row is."""
-    half = tile.shape[1] // 2
-    whole = tile @ weight.t()
-    parts = tile[:, :half] @ weight[:, :half].t() + tile[:, half:] @ weight[:, half:].t()
-    return torch.cat([whole[: TILE // 2], parts[TILE // 2 :]])
+    forward = tile @ weight.t()
+    backward = tile.flip(1) @ weight.flip(1).t()
+    return torch.cat([forward[: TILE // 2], backward[TILE // 2 :]])
 
 
 def test_a_product_that_depends_on_the_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ LOGITS = torch.linspace(-1, 1, 15).reshape(3, 5)
         (LOGITS, LOGITS, [1, 2, 5], "outside the vocabulary of 5"),
         (LOGITS, LOGITS, [1, 2, -1], "outside the vocabulary of 5"),
         ([], [], [], "nothing to compare"),
-        (LOGITS.numpy(), LOGITS.numpy(), [1, 2, 3], "logits are torch tensors .*, not of ndarray"),
-        ([LOGITS], LOGITS.tolist(), [1, 2, 3], "not of list"),
+        (LOGITS.numpy(), LOGITS.numpy(), [1, 2, 3], "logits are torch tensors .*, not ndarray"),
+        ([LOGITS], LOGITS.tolist(), [1, 2, 3], "not list"),
     ],
 )
 def test_what_cannot_be_compared(a: Any, b: Any, tokens: Any, match: str) -> None:
