@@ -18,11 +18,11 @@ from torch import nn
 from torch._guards import ShapeGuard
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .admit import admit, inner_model
 from .aliases import taken_apart
 from .errors import RewriteError, first_line
+from .export import export
 from .functional import functional
 from .graph import CapturedGraph, shape_of
 from .leaves import leaves_in_place
@@ -32,7 +32,7 @@ from .module_leaf import attach_calls
 from .normal_form import normalize
 from .opaque import OpaqueModules, Settings, Untraceable, example_row
 from .sizes import Interval, guard_interval, missing_block
-from .untouched import configs_of, no_hooks_left, untouched
+from .untouched import configs_of, untouched
 from .watch import Watch
 from .wrapped_weights import Carried
 
@@ -196,10 +196,8 @@ def _export(row: _PackedRow, tokens: int) -> ExportedProgram:
     device = next(row.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     positions = torch.arange(tokens, device=device)[None]
-    with sdpa_kernel(SDPBackend.MATH), quiet(), no_hooks_left():
-        return torch.export.export(
-            row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
-        )
+    with quiet():
+        return export(row, (ids, positions), ({1: Dim.AUTO}, {1: Dim.AUTO}))
 
 
 @contextlib.contextmanager

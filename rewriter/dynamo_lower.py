@@ -17,7 +17,6 @@ import torch.fx.traceback as fx_traceback
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, guard_scalar
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regraft.kernels.varlen import stop_gradient
 
@@ -27,13 +26,13 @@ from .dynamo_own_gradient import own_gradient_of
 from .dynamo_range import interval_of
 from .dynamo_stops import stops
 from .errors import first_line
+from .export import export
 from .functional import functional
 from .graph import CapturedGraph
 from .lift import lift
 from .module_leaf import attach_calls
 from .normal_form import normalize
 from .pattern import Declined
-from .untouched import no_hooks_left
 
 EXAMPLE_TOKENS = 37
 """Length of the traced row: odd, so that no division comes out even by chance."""
@@ -260,14 +259,10 @@ def _export(row: _Row) -> ExportedProgram:
     with (
         torch._guards.tracing(None),
         torch.no_grad(),
-        sdpa_kernel(SDPBackend.MATH),
         warnings.catch_warnings(),
-        no_hooks_left(),
     ):
         warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
-        program = torch.export.export(
-            row, (ids, positions), dynamic_shapes=({1: Dim.AUTO}, {1: Dim.AUTO}), strict=False
-        )
+        program = export(row, (ids, positions), ({1: Dim.AUTO}, {1: Dim.AUTO}))
         return functional(program, {})
 
 

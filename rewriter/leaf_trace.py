@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from .capture import quiet
 from .errors import first_line
+from .export import export
 from .graph import TOKENS, CapturedGraph, shape_of
 from .leaves import LeafUnsupported
 from .lift import lift
@@ -26,7 +26,7 @@ from .module_leaf import ModuleCall, Slot, owned_tensors
 from .normal_form import normalize
 from .sizes import FAR, Interval, holds
 from .token_axis.value import has_tokens
-from .untouched import no_hooks_left, untouched
+from .untouched import untouched
 
 ROWS, MODULE = "rows.", "module."
 """Prefixes of weight names in a traced leaf: tables of rows that stand for arguments, and the module's own."""
@@ -132,10 +132,8 @@ def _export(alone: _Alone, tokens: int) -> ExportedProgram:
     grows = [{d: Dim.AUTO for d, size in enumerate(t.shape) if size == tokens} for t in others]
     try:
         with untouched(module), call.settings(module), torch.no_grad():
-            with sdpa_kernel(SDPBackend.MATH), quiet(), no_hooks_left():
-                program = torch.export.export(
-                    alone, (ids, others), dynamic_shapes=({1: Dim.AUTO}, grows), strict=False
-                )
+            with quiet():
+                program = export(alone, (ids, others), ({1: Dim.AUTO}, grows))
                 return program.run_decompositions({})
     except (RuntimeError, ValueError, IndexError) as error:  # what a length or a branch can cause
         raise LeafUnsupported(
